@@ -1,0 +1,30 @@
+"""The unit of a checkpoint: a box of a named global tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A live tensor and where it sits in the global one.
+
+    name: Hugging Face parameter name for a weight; `optimizer.state.<state>.<parameter name>` for
+        optimizer state, with <state> one of param (fp32 master weights), exp_avg, exp_avg_sq, step.
+    tensor: the local box, on any device, with any strides. Never cached between saves.
+    global_shape: shape of the whole tensor.
+    offset: index of the box's first element in the whole tensor, one number a dimension.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, name: str, tensor: torch.Tensor) -> Chunk:
+        """A chunk that is the whole tensor."""
+        shape = tuple(tensor.shape)
+        return cls(name, tensor, shape, (0,) * len(shape))

@@ -1,0 +1,97 @@
+"""The first state of a save: what the live tensors hold now, on the host, with a proof."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from headwater.checkpoint.chunk import Chunk
+from headwater.checkpoint.digest import digest
+from headwater.checkpoint.dtypes import dtype_name
+from headwater.errors import HeadwaterError
+
+
+@dataclass(frozen=True)
+class StagedChunk:
+    """A chunk's bytes at the time of the snapshot.
+
+    dtype: safetensors name. shape: of this box. offset: of this box in the global tensor.
+    live_digest: of the live tensor, computed on its own device before the copy.
+    data: uint8 [bytes], row-major, on the host; shares no memory with the live tensor.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    live_digest: int
+    data: np.ndarray
+
+    @property
+    def is_whole(self) -> bool:
+        return self.shape == self.global_shape
+
+
+def snapshot(chunks: Iterable[Chunk]) -> list[StagedChunk]:
+    """Digest every live tensor, then copy every one into host memory of its own.
+
+    The two passes are separate on purpose: a copy that reads a stale view cannot lend that view to the digest.
+    Raises HeadwaterError when a tensor's storage was freed, ValueError for two chunks at one place, a box
+    outside of its global tensor, or a dtype that cannot be stored.
+    """
+    chunks = list(chunks)
+    seen: set[tuple[str, tuple[int, ...]]] = set()
+    for chunk in chunks:
+        _check_box(chunk)
+        _check_storage(chunk)
+        if (chunk.name, chunk.offset) in seen:
+            raise ValueError(f"chunk {chunk.name} at offset {chunk.offset} is given twice")
+        seen.add((chunk.name, chunk.offset))
+    digests = [digest(chunk.tensor) for chunk in chunks]
+    return [
+        StagedChunk(
+            name=chunk.name,
+            dtype=dtype_name(chunk.tensor.dtype),
+            shape=tuple(chunk.tensor.shape),
+            global_shape=chunk.global_shape,
+            offset=chunk.offset,
+            live_digest=live,
+            data=_host_copy(chunk.tensor),
+        )
+        for chunk, live in zip(chunks, digests, strict=True)
+    ]
+
+
+def _host_copy(tensor: torch.Tensor) -> np.ndarray:
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    host.copy_(tensor.detach())
+    return host.reshape(-1).view(torch.uint8).numpy()
+
+
+def _check_box(chunk: Chunk) -> None:
+    shape = tuple(chunk.tensor.shape)
+    if not len(shape) == len(chunk.global_shape) == len(chunk.offset) or any(
+        first < 0 or first + size > whole
+        for first, size, whole in zip(chunk.offset, shape, chunk.global_shape, strict=True)
+    ):
+        raise ValueError(
+            f"chunk {chunk.name}: a box of shape {shape} at offset {chunk.offset} does not lie in {chunk.global_shape}"
+        )
+
+
+def _check_storage(chunk: Chunk) -> None:
+    """A tensor whose storage was resized away still has a shape; reading it is undefined."""
+    tensor = chunk.tensor
+    if tensor.numel() == 0:
+        return
+    last = tensor.storage_offset() + sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    if tensor.device.type == "meta" or (last + 1) * tensor.element_size() > tensor.untyped_storage().nbytes():
+        raise HeadwaterError(
+            f"chunk {chunk.name} has no storage to save: it was freed or moved away without its view being renewed"
+        )
