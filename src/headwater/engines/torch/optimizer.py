@@ -1,0 +1,122 @@
+"""AdamW over fp32 master weights, whatever precision the model computes in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from headwater.checkpoint.chunk import Chunk
+from headwater.config.schema import OptimizerConfig, SchedulerConfig
+from headwater.engines.torch.schedule import learning_rate_factor
+
+STATE_PREFIX = "optimizer.state."
+_STATES = ("step", "exp_avg", "exp_avg_sq")
+
+
+class MasterAdamW:
+    """torch's fused AdamW on fp32 masters of the parameters that require gradients.
+
+    Gradients of all microbatches are added up in fp32, since sums in bf16 would depend on how a batch is
+    cut. Where a parameter is fp32 already, it is its own master.
+
+    params: Hugging Face names and parameters; tied ones once.
+    """
+
+    def __init__(
+        self, params: Mapping[str, torch.nn.Parameter], config: OptimizerConfig, scheduler: SchedulerConfig
+    ) -> None:
+        self._config = config
+        self._scheduler = scheduler
+        self._params = dict(params)
+        self._masters: dict[str, torch.Tensor] = {}
+        for name, param in self._params.items():
+            if param.dtype == torch.float32:
+                self._masters[name] = param
+            else:
+                self._masters[name] = param.detach().float().requires_grad_()
+                param.register_post_accumulate_grad_hook(_accumulate_into(self._masters[name]))
+        decayed = [m for m in self._masters.values() if m.ndim >= 2]
+        plain = [m for m in self._masters.values() if m.ndim < 2]
+        groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        self._adam = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            fused=True,
+        )
+        self.steps = 0
+
+    def step(self, max_grad_norm: float | None) -> tuple[float, float]:
+        """Clip to the global L2 norm, update masters and model, clear gradients. Returns (norm before clipping, lr)."""
+        grads = [master.grad for master in self._masters.values() if master.grad is not None]
+        norm = float(torch.nn.utils.get_total_norm(grads))
+        if max_grad_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(self._masters.values(), max_grad_norm, torch.tensor(norm))
+        lr = self._config.lr * learning_rate_factor(self._scheduler, self.steps)
+        for group in self._adam.param_groups:
+            group["lr"] = lr
+        self._adam.step()
+        self.steps += 1
+        self.zero_grad()
+        self.write_back()
+        return norm, lr
+
+    def zero_grad(self) -> None:
+        """Forget the gradients accumulated so far."""
+        self._adam.zero_grad(set_to_none=True)
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Round the masters into the model's parameters."""
+        for name, param in self._params.items():
+            if self._masters[name] is not param:
+                param.copy_(self._masters[name])
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Accumulated fp32 gradients by parameter name."""
+        return {name: m.grad for name, m in self._masters.items() if m.grad is not None}
+
+    def state_chunks(self) -> Iterator[Chunk]:
+        """Masters (`param`, where the model is not fp32), moments and steps; what a parameter lacks is left out."""
+        for name, master in self._masters.items():
+            if master is not self._params[name]:
+                yield Chunk.whole(f"{STATE_PREFIX}param.{name}", master.detach())
+            for state, value in self._adam.state.get(master, {}).items():
+                yield Chunk.whole(f"{STATE_PREFIX}{state}.{name}", value)
+
+    def prepare_state(self, stored: set[str]) -> None:
+        """Give each parameter the moments that `stored` chunk names mention, ready to be filled, and no others."""
+        for name, master in self._masters.items():
+            self._adam.state.pop(master, None)
+            if f"{STATE_PREFIX}exp_avg.{name}" in stored:
+                self._adam.state[master] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=master.device),
+                    "exp_avg": torch.zeros_like(master, memory_format=torch.preserve_format),
+                    "exp_avg_sq": torch.zeros_like(master, memory_format=torch.preserve_format),
+                }
+
+    @torch.no_grad()
+    def move(self, device: torch.device) -> None:
+        """Move masters, gradients and moments; parameters that are their own masters move with the model."""
+        for name, master in self._masters.items():
+            if master is not self._params[name]:
+                master.data = master.data.to(device)
+                if master.grad is not None:
+                    master.grad.data = master.grad.data.to(device)
+            state = self._adam.state.get(master, {})
+            for key in state:
+                state[key] = state[key].to(device)
+
+
+def _accumulate_into(master: torch.Tensor):
+    def hook(param: torch.Tensor) -> None:
+        assert param.grad is not None
+        if master.grad is None:
+            master.grad = param.grad.float()
+        else:
+            master.grad.add_(param.grad)
+        param.grad = None
+
+    return hook

@@ -1,0 +1,68 @@
+"""Shared fixtures: the tiny model, made once, and sequences to score."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from headwater.config.load import load_config
+from headwater.config.schema import Config
+from headwater.data.types import TrainSequence
+from headwater.engines.torch.engine import TorchEngine
+from headwater.models.resolve import resolve
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread_pool() -> None:
+    # CPU results depend on the number of threads in the last bits; tests compare bits.
+    torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Path:
+    return resolve("builtin:tiny")
+
+
+@pytest.fixture
+def tiny_config() -> Config:
+    return load_config("grpo_tiny").config
+
+
+@pytest.fixture
+def make_engine(tiny_model: Path):
+    """An engine over the tiny model, for a recipe with overrides."""
+
+    def make(*overrides: str, trainable: bool = True) -> TorchEngine:
+        config = load_config("grpo_tiny", overrides).config
+        return TorchEngine(config.policy, tiny_model, torch.device("cpu"), trainable=trainable)
+
+    return make
+
+
+@pytest.fixture
+def recorded_rollout() -> list[TrainSequence]:
+    """Four groups of four completions of unequal lengths, with made-up generator log-probs: always the same."""
+    generator = torch.Generator().manual_seed(7)
+
+    def integers(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=generator)
+
+    sequences = []
+    for group in range(4):
+        prompt = integers(0, 256, int(integers(5, 12)))
+        for _ in range(4):
+            length = int(integers(1, 9))
+            logprobs = -3 + torch.rand(length, generator=generator)
+            sequences.append(
+                TrainSequence(
+                    group=group,
+                    prompt_ids=prompt,
+                    completion_ids=integers(0, 256, length),
+                    advantage=float(torch.randn((), generator=generator)),
+                    generation_logprobs=logprobs,
+                    sampling_logprobs=logprobs,
+                )
+            )
+    return sequences
