@@ -1,0 +1,62 @@
+"""`headwater train`: run a recipe, resuming by itself from its checkpoint folder."""
+
+from __future__ import annotations
+
+import argparse
+
+from headwater.errors import UserError
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Add `train` to the command line."""
+    parser = subparsers.add_parser(
+        "train",
+        help="train a model with a recipe",
+        description="Train with a recipe; resumes by itself from checkpointing.checkpoint_dir.",
+    )
+    parser.add_argument(
+        "words", nargs="*", metavar="RECIPE | KEY=VALUE", help="recipe name or file (default: grpo), overrides"
+    )
+    parser.add_argument("--print-config", action="store_true", help="show the resolved configuration and end")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code 0 when the run has all its steps, 130 or 143 when it was interrupted and saved."""
+    from headwater.config.load import load_config
+
+    recipe, overrides = split_words(args.words)
+    loaded = load_config(recipe, overrides)
+    if args.print_config:
+        print(loaded.resolved_yaml, end="")
+        print(f"# differs from recipe {recipe}:" if loaded.difference else f"# as recipe {recipe}")
+        for line in loaded.difference:
+            print(f"#   {line}")
+        return 0
+
+    from headwater.controller.build import build
+    from headwater.controller.interrupt import StopRequest
+    from headwater.controller.loop import run_grpo
+    from headwater.engines.torch.host_memory import keep_freed_memory
+
+    keep_freed_memory()
+    with StopRequest() as stop, build(loaded) as runtime:
+        run_grpo(runtime, stop)
+        if stop.requested:
+            kept = runtime.checkpoints.latest() if runtime.checkpoints is not None else None
+            runtime.progress.note(
+                f"interrupted at step {runtime.state.step}; resume with the same command" if kept else "interrupted"
+            )
+    return stop.exit_code
+
+
+def split_words(words: list[str]) -> tuple[str, list[str]]:
+    """The recipe, which comes first if at all, and the overrides."""
+    if words and "=" not in words[0]:
+        recipe, overrides = words[0], words[1:]
+    else:
+        recipe, overrides = "grpo", words
+    for word in overrides:
+        if "=" not in word:
+            raise UserError(f"'{word}' is neither a recipe, which comes first, nor an override such as grpo.seed=1")
+    return recipe, overrides

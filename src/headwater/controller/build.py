@@ -1,0 +1,179 @@
+"""From a configuration to a run that is ready to start, resumed where a checkpoint is there."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from headwater.checkpoint.digest import digest
+from headwater.checkpoint.manager import CheckpointManager
+from headwater.checkpoint.reader import Checkpoint
+from headwater.config.load import LoadedConfig
+from headwater.config.schema import Config, DatasetConfig
+from headwater.controller.runtime import Runtime
+from headwater.controller.state import TrainerState, restore_rng, seed_everything
+from headwater.data.datasets import load_problems
+from headwater.data.prompts import PromptCursor
+from headwater.data.types import Prompt, SamplingParams
+from headwater.engines.generate.native import NativeGenerator
+from headwater.engines.torch.engine import TorchEngine
+from headwater.errors import BlockedError, UserError
+from headwater.metrics import names
+from headwater.metrics.progress import Progress
+from headwater.metrics.sinks import open_sinks
+from headwater.models.resolve import load_tokenizer, model_identity, resolve
+from headwater.refit.sync import WeightSync
+from headwater.rollout.env import build_environment
+from headwater.rollout.rollout import PromptStream
+from headwater.workers.train import PolicyWorker
+
+
+@contextmanager
+def build(loaded: LoadedConfig) -> Iterator[Runtime]:
+    """Everything that a run needs, closed again at the end.
+
+    What can be refused is refused before anything is trained: a model, dataset, environment, folder or
+    checkpoint that does not fit the configuration is a UserError.
+    """
+    config = loaded.config
+    device = _device(config)
+    if config.cluster.num_threads is not None:
+        torch.set_num_threads(config.cluster.num_threads)
+    seed_everything(config.grpo.seed)
+    with ExitStack() as closing:
+        model_path = resolve(config.policy.model_name, trust_remote_code=config.policy.trust_remote_code)
+        checkpoints = checkpoint = None
+        if config.checkpointing.enabled:
+            checkpoints = CheckpointManager(config.checkpointing, uuid.uuid4().hex, model_identity(model_path))
+            closing.callback(checkpoints.close)
+            checkpoint = checkpoints.latest()
+        tokenizer = _tokenizer(config, model_path)
+        environment = build_environment(config.env)
+        prompts, validation = _prompts(config, tokenizer)
+        engine = TorchEngine(config.policy, model_path, device)
+        reference, reference_digest = _reference(config, model_path, device)
+
+        state = TrainerState(dataset=prompts.source.fingerprint, reference=reference_digest)
+        if checkpoints is not None and checkpoint is not None:
+            state = _resume(checkpoint, state, engine)
+            prompts.cursor.load_state_dict(state.cursor)
+            checkpoints.restore_metric_history(state.metric_history)
+        generator = NativeGenerator(engine.model, tokenizer, config.policy.generation.max_batch_size)
+        sinks = open_sinks(config.logger, state.step + 1)
+        for sink in sinks:
+            closing.callback(sink.close)
+            sink.log(state.step, {names.TRAIN_NUM_TRAINABLE_PARAMETERS: float(engine.num_trainable_parameters)})
+        progress = closing.enter_context(Progress(config.grpo.max_num_steps, state.step + 1))
+        _announce(progress, config, state, checkpoint, engine)
+        yield Runtime(
+            config=config,
+            config_yaml=loaded.resolved_yaml,
+            state=state,
+            prompts=prompts,
+            validation=validation,
+            environment=environment,
+            sampling=_sampling(config),
+            policy=PolicyWorker(
+                engine, reference, config.loss_fn, skip_without_signal=config.grpo.skip_groups_without_signal
+            ),
+            generator=generator,
+            sync=WeightSync(generator, state.weight_version),
+            checkpoints=checkpoints,
+            save_tokenizer=tokenizer.save_pretrained,
+            sinks=sinks,
+            progress=progress,
+        )
+
+
+def _device(config: Config) -> torch.device:
+    wanted = config.cluster.device
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise BlockedError("cluster.device=cuda, but torch sees no CUDA device: set cluster.device=auto or cpu")
+    use_cuda = wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())
+    return torch.device("cuda", 0) if use_cuda else torch.device("cpu")
+
+
+def _tokenizer(config: Config, model_path: Path) -> PreTrainedTokenizerBase:
+    name = config.policy.tokenizer.name
+    path = model_path if name is None else resolve(name, trust_remote_code=config.policy.trust_remote_code)
+    return load_tokenizer(path, trust_remote_code=config.policy.trust_remote_code)
+
+
+def _prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[PromptStream, list[Prompt]]:
+    """The stream to train on, and the problems to validate on."""
+    policy = config.policy
+
+    def stream(dataset: DatasetConfig, held_out: frozenset[str]) -> PromptStream:
+        source = load_problems(dataset, system_prompt=config.data.system_prompt)
+        cursor = PromptCursor(len(source), shuffle=config.data.shuffle, seed=config.data.seed)
+        limits = policy.generation.max_new_tokens, policy.max_total_sequence_length
+        return PromptStream(source, cursor, tokenizer, *limits, held_out)
+
+    validation = stream(config.data.validation, frozenset()).all() if config.data.validation is not None else []
+    excluded = (prompt.problem.question for prompt in validation if config.data.exclude_validation)
+    return stream(config.data.train, frozenset(excluded)), validation
+
+
+def _sampling(config: Config) -> SamplingParams:
+    generation = config.policy.generation
+    return SamplingParams(
+        max_new_tokens=generation.max_new_tokens,
+        temperature=generation.temperature,
+        top_p=generation.top_p,
+        top_k=generation.top_k,
+        stop_strings=tuple(generation.stop_strings),
+        seed=config.grpo.seed,
+    )
+
+
+def _reference(config: Config, model_path: Path, device: torch.device) -> tuple[TorchEngine | None, str | None]:
+    """The frozen reference policy, always the model that the run began with, and a digest of its weights."""
+    if config.loss_fn.reference_policy_kl_penalty == 0:
+        return None, None
+    reference = TorchEngine(config.policy, model_path, device, trainable=False)
+    combined = 0
+    for _, tensor in reference.export_weights():
+        combined = (combined * 0x100000001B3 + digest(tensor)) % 2**64
+    reference.offload()
+    return reference, f"{combined:016x}"
+
+
+def _resume(checkpoint: Checkpoint, fresh: TrainerState, engine: TorchEngine) -> TrainerState:
+    saved = checkpoint.trainer_state()
+    state = TrainerState.from_json(saved)
+    if state.dataset != fresh.dataset:
+        raise UserError(
+            f"{checkpoint.folder} was trained on another dataset than data.train describes: "
+            "restore the data settings or choose a new checkpointing.checkpoint_dir"
+        )
+    if fresh.reference is not None and state.reference is not None and state.reference != fresh.reference:
+        raise UserError(
+            f"{checkpoint.folder} was trained against another reference policy than policy.model_name holds now: "
+            "restore the model or choose a new checkpointing.checkpoint_dir"
+        )
+    state.reference = fresh.reference
+    engine.load_chunks(checkpoint.component("policy"))
+    assert engine.optimizer is not None
+    engine.optimizer.steps = state.optim_steps
+    restore_rng(saved["rng"])
+    return state
+
+
+def _announce(
+    progress: Progress, config: Config, state: TrainerState, checkpoint: Checkpoint | None, engine: TorchEngine
+) -> None:
+    million = engine.num_trainable_parameters / 1e6
+    progress.note(
+        f"GRPO: {config.policy.model_name}, {million:.1f}M parameters, {config.policy.precision} "
+        f"on {engine.model.device}, {config.grpo.num_prompts_per_step} prompts x "
+        f"{config.grpo.num_generations_per_prompt} completions a step"
+    )
+    if checkpoint is not None:
+        progress.note(f"resumed from {checkpoint.folder} at step {state.step}")
+        if state.step >= config.grpo.max_num_steps:
+            progress.note(f"nothing to do: grpo.max_num_steps is {config.grpo.max_num_steps}")

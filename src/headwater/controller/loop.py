@@ -1,0 +1,197 @@
+"""The one RL loop.
+
+    prompts ──> generate ──> score ──> advantages ──> train ──> save ──> sync ──> validate
+                   ^                                                      │
+                   └────────────── weights of the next version ───────────┘
+
+Everything waits for the step before it. `Runtime.state` moves at the end of training, so whatever is
+saved stands at a step's boundary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from headwater.algorithms.advantage import ADVANTAGES
+from headwater.controller.interrupt import StopRequest
+from headwater.controller.runtime import Runtime
+from headwater.data.types import Group, TrainSequence
+from headwater.metrics import names
+from headwater.metrics.stat import Stat, merge, reduce
+from headwater.metrics.timer import StepTimer
+from headwater.rollout.rollout import rollout, summarize, validate
+from headwater.workers.train import train_sequences
+
+
+def run_grpo(run: Runtime, stop: StopRequest) -> None:
+    """Train until `grpo.max_num_steps` or until a stop is asked for; what was trained is saved either way."""
+    config, state = run.config, run.state
+    saved_step = state.step
+    accuracies: list[float] = []
+    if state.step < config.grpo.max_num_steps and (config.grpo.val_at_start or _metric_is_missing(run)):
+        _validate_and_log(run, stop, accuracies)
+
+    while state.step < config.grpo.max_num_steps and not stop.requested:
+        timer = StepTimer()
+        with timer.time(names.TIMING_TOTAL_STEP_TIME):
+            metrics = train_step(run, timer)
+            _record_ranking_metric(run, metrics)  # before the save, so that the checkpoint knows its own rank
+            if _is_save_due(run):
+                metrics |= _save(run, timer)
+                saved_step = state.step
+            metrics |= sync(run, timer)
+        last = state.step == config.grpo.max_num_steps
+        if not stop.requested and (_is_period(state.step, config.grpo.val_period) or (last and config.grpo.val_at_end)):
+            metrics |= _validate(run, stop, accuracies)
+        _log(run, metrics | timer.seconds)
+
+    if run.checkpoints is not None and saved_step < state.step:
+        _save(run, StepTimer())
+    if len(accuracies) > 1:
+        count = len(run.validation)
+        run.progress.note(f"validation accuracy {accuracies[0]:.3f} -> {accuracies[-1]:.3f} (greedy, {count} problems)")
+
+
+def train_step(run: Runtime, timer: StepTimer) -> dict[str, float]:
+    """Generate, score and train once. Returns the step's metrics; its times are in `timer`."""
+    grpo, state = run.config.grpo, run.state
+    run.progress.phase("generate")
+    with timer.time(names.TIMING_GENERATION):
+        prompts = run.prompts.next(grpo.num_prompts_per_step)
+        groups = rollout(run.generator, run.environment, prompts, grpo.num_generations_per_prompt, run.sampling)
+    rewards = torch.stack([group.rewards for group in groups])
+    sequences = train_sequences(groups, ADVANTAGES[grpo.advantage](rewards))
+    optim_steps = len(sequences) // run.config.policy.train_global_batch_size
+
+    run.progress.phase("score")
+    with timer.time(names.TIMING_POLICY_AND_REFERENCE_LOGPROBS):
+        sequences = run.policy.score(sequences, optim_steps=optim_steps)
+
+    run.progress.phase("train")
+    with timer.time(names.TIMING_POLICY_TRAINING):
+        metrics = _train(run, sequences)
+    state.step += 1
+    state.cursor = run.prompts.cursor.state_dict()
+    return metrics | _rollout_metrics(groups, rewards, timer)
+
+
+def _train(run: Runtime, sequences: Sequence[TrainSequence]) -> dict[str, float]:
+    """One optimizer step for each global batch that has a gradient; without any, the weights stay as they are."""
+    size = run.config.policy.train_global_batch_size
+    stats: list[dict[str, Stat]] = []
+    for start in range(0, len(sequences), size):
+        batch = sequences[start : start + size]
+        if not run.policy.has_signal(batch):
+            continue
+        result = run.policy.forward_backward(batch)
+        step = run.policy.optim_step()
+        run.state.optim_steps += 1
+        own = {names.TRAIN_LOSS: result.loss_sum, names.TRAIN_GRAD_NORM: step.grad_norm, names.TRAIN_LR: step.lr}
+        stats += [result.stats, {tag: Stat.mean(value, 1) for tag, value in own.items()}]
+    if stats:
+        run.state.weight_version += 1
+    return reduce(merge(stats)) | {names.TRAIN_OPTIM_STEPS: float(run.state.optim_steps)}
+
+
+def sync(run: Runtime, timer: StepTimer) -> dict[str, float]:
+    """Give the generator the newest policy, if it has not got it."""
+    run.progress.phase("sync")
+    with timer.time(names.TIMING_PREPARE_TOTAL), timer.time(names.TIMING_PREPARE_TRANSFER_AND_UPDATE_WEIGHTS):
+        if run.state.weight_version > run.sync.version:
+            run.sync.push(run.state.weight_version)
+    return {names.REFIT_VERSION: float(run.sync.version)}
+
+
+def _is_period(step: int, period: int) -> bool:
+    return period > 0 and step % period == 0
+
+
+def _is_save_due(run: Runtime) -> bool:
+    last = run.state.step == run.config.grpo.max_num_steps
+    return run.checkpoints is not None and (last or _is_period(run.state.step, run.config.checkpointing.save_period))
+
+
+def _save(run: Runtime, timer: StepTimer) -> dict[str, float]:
+    assert run.checkpoints is not None
+    run.progress.phase("save")
+    with timer.time(names.TIMING_CHECKPOINTING):
+        run.state.metric_history = run.checkpoints.metric_history
+        folder = run.checkpoints.save(
+            step=run.state.step,
+            components={"policy": run.policy.engine.state_chunks()},
+            trainer_state=run.state.to_json(),
+            config_yaml=run.config_yaml,
+            tokenizer=run.save_tokenizer,
+            weight_version=run.state.weight_version,
+        )
+    run.progress.note(f"committed {folder}")
+    return run.checkpoints.last_timings
+
+
+def _metric_is_missing(run: Runtime) -> bool:
+    """A resumed checkpoint whose ranking metric was due but is unknown: the run ended between save and validation."""
+    name, step = run.config.checkpointing.metric_name, run.state.step
+    known = run.checkpoints is None or str(step) in run.checkpoints.metric_history
+    return bool(
+        name and name.startswith("validation/") and _is_period(step, run.config.grpo.val_period) and step and not known
+    )
+
+
+def _validate_and_log(run: Runtime, stop: StopRequest, accuracies: list[float]) -> None:
+    metrics = _validate(run, stop, accuracies)
+    if metrics:
+        for sink in run.sinks:
+            sink.log(run.state.step, metrics)
+        _record_ranking_metric(run, metrics)
+
+
+def _validate(run: Runtime, stop: StopRequest, accuracies: list[float]) -> dict[str, float]:
+    """Greedy answers to the held-out problems; nothing where a stop was asked for meanwhile."""
+    run.progress.phase("validate")
+    completions, scores = [], []
+    size = run.config.grpo.val_batch_size
+    for start in range(0, len(run.validation), size):
+        if stop.requested:
+            return {}
+        part = validate(run.generator, run.environment, run.validation[start : start + size], run.sampling)
+        completions += part[0]
+        scores += part[1]
+    result = summarize(completions, scores)
+    accuracies.append(result.accuracy)
+    run.progress.note(
+        f"step {run.state.step}: validation accuracy {result.accuracy:.3f}, reward {result.reward:.3f}, "
+        f"{result.length:.1f} tokens ({len(completions)} problems, greedy)"
+    )
+    return {
+        names.VALIDATION_ACCURACY: result.accuracy,
+        names.VALIDATION_REWARD: result.reward,
+        names.VALIDATION_AVG_LENGTH: result.length,
+    }
+
+
+def _log(run: Runtime, metrics: dict[str, float]) -> None:
+    for sink in run.sinks:
+        sink.log(run.state.step, metrics)
+    _record_ranking_metric(run, metrics)
+    run.progress.step(run.state.step, metrics)
+
+
+def _record_ranking_metric(run: Runtime, metrics: dict[str, float]) -> None:
+    name = run.config.checkpointing.metric_name
+    if run.checkpoints is not None and name is not None and name in metrics:
+        run.checkpoints.record_metric(run.state.step, metrics[name])
+
+
+def _rollout_metrics(groups: Sequence[Group], rewards: torch.Tensor, timer: StepTimer) -> dict[str, float]:
+    completions = [completion for group in groups for completion in group.completions]
+    tokens = sum(len(completion.token_ids) for completion in completions)
+    within = rewards.std(dim=1)
+    return {
+        names.TRAIN_REWARD: rewards.mean().item(),
+        names.TRAIN_REWARD_STD: within.mean().item(),
+        names.TRAIN_GROUPS_WITH_SIGNAL: float((rewards != rewards[:, :1]).any(dim=1).sum()),
+        names.TRAIN_MEAN_GEN_TOKENS_PER_SAMPLE: tokens / len(completions),
+        names.PERFORMANCE_GENERATION_TOKENS_PER_SEC: tokens / timer.seconds[names.TIMING_GENERATION],
+    }
