@@ -42,7 +42,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/pyright
 
 bench: $(VENV)/.installed-bench
-	$(BIN)/headwater bench step --peer trl
+	$(BIN)/headwater bench step --peer trl grpo.num_prompts_per_step=4 policy.train_global_batch_size=32 policy.train_micro_batch_size=32
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache

@@ -66,7 +66,7 @@ def compare(recipe: str, overrides: Sequence[str], *, steps: int, warmup: int) -
     if steps < 1 or warmup < 0:
         raise UserError("--steps must be 1 or more and --warmup 0 or more")
     try:
-        import trl
+        import trl  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise require_extra("bench", "trl") from error
 
@@ -125,7 +125,7 @@ def _own_step(run: Runtime, side: Side, counted: bool) -> None:
 def _run_peer(result: Comparison, runs: Sequence[Runtime], folder: Path, steps: int, warmup: int) -> None:
     from datasets import Dataset
     from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports, reportPrivateImportUsage]
 
     run = runs[0]
     config = run.config

@@ -69,6 +69,10 @@ class SchedulerConfig(Strict):
     def _decay_has_a_length(self) -> SchedulerConfig:
         if self.name != "constant" and self.decay_steps is None:
             raise ValueError(f"decay_steps is needed by the {self.name} schedule")
+        if self.name == "constant" and (self.decay_steps is not None or self.min_lr_ratio):
+            raise ValueError(
+                "decay_steps and min_lr_ratio are not read by the constant schedule: choose linear or cosine"
+            )
         return self
 
 

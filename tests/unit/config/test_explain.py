@@ -78,7 +78,7 @@ def test_an_unknown_key_in_a_file_is_named_the_same_way(tmp_path):
         (
             "policy.train_global_batch_size=7",
             "policy.train_global_batch_size (7) does not divide grpo.num_prompts_per_step x "
-            "grpo.num_generations_per_prompt (32)",
+            "grpo.num_generations_per_prompt (64)",
         ),
     ],
 )

@@ -80,6 +80,7 @@ def test_gradients_are_cleared_by_a_step() -> None:
     ],
 )
 def test_schedules_by_hand(name: str, factors: list[float]) -> None:
-    config = SchedulerConfig(name=name, warmup_steps=2, decay_steps=4, min_lr_ratio=0.1)  # pyright: ignore[reportArgumentType]
+    decay = {} if name == "constant" else {"decay_steps": 4, "min_lr_ratio": 0.1}
+    config = SchedulerConfig(name=name, warmup_steps=2, **decay)  # pyright: ignore[reportArgumentType]
     assert [learning_rate_factor(config, step) for step in range(7)] == pytest.approx(factors, abs=1e-4)
     assert learning_rate_factor(config, 1000) == factors[-1]

@@ -1,0 +1,115 @@
+"""What a user can get wrong: one clear line on stderr that names the remedy, exit code 2, nothing trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headwater.cli.main import main
+
+
+@pytest.fixture
+def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    """Run the tiny recipe with overrides in an empty folder; returns exit code and what was said."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str, recipe: str = "grpo_tiny") -> tuple[int, str]:
+        code = main(["train", recipe, *words])
+        return code, capsys.readouterr().err
+
+    return run
+
+
+def assert_one_line(result: tuple[int, str], *parts: str) -> None:
+    code, said = result
+    assert code == 2, said
+    assert said.count("\n") == 1
+    assert said.startswith("headwater: error: ")
+    for part in parts:
+        assert part in said
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("policy.generation.temprature=1.0", ("policy.generation.temprature", "policy.generation.temperature")),
+        ("policy.optimizer.lr=fast", ("policy.optimizer.lr", "fast")),
+        ("grpo.max_num_steps=1.5", ("grpo.max_num_steps",)),
+        ("policy.train_global_batch_size=7", ("policy.train_global_batch_size (7)", "does not divide")),
+        ("policy.train_micro_batch_size=3", ("policy.train_micro_batch_size (3)", "does not divide")),
+        ("checkpointing.keep_top_k=2", ("keep_top_k needs metric_name",)),
+        ("grpo.num_generations_per_prompt=1", ("num_generations_per_prompt must be 2 or more",)),
+        ("policy.model_name=./nowhere", ("./nowhere",)),
+        ("policy.model_name=.", ("config.json",)),
+        ("policy.model_name=builtin:tiniest", ("builtin:tiny",)),
+        ("data.train.dataset=nowhere.jsonl", ("nowhere.jsonl",)),
+        ("data.train.dataset=reasoning_gym:chain_sums", ("chain_sum",)),
+        ("data.train.dataset=empty.jsonl", ("empty.jsonl", "no rows")),
+        ("policy.max_total_sequence_length=20", ("exceeds", "max_total_sequence_length")),
+        ("policy.max_total_sequence_length=16", ("leaves no room for a prompt",)),
+        ("env.rewards=[{reward: nothing}]", ("no reward 'nothing'", "letter_share")),
+        ("env.rewards=[{reward: 'no_such_module:f'}]", ("no_such_module",)),
+        ("checkpointing.checkpoint_dir=/proc/headwater", ("/proc/headwater",)),
+        ("logger.log_dir=/proc/headwater", ("/proc/headwater",)),
+        ("policy.tokenizer.name=./nowhere", ("./nowhere",)),
+    ],
+)
+def test_bad_values(train, tmp_path: Path, override: str, parts: tuple[str, ...]) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    words = [override]
+    if override.startswith("data.train.dataset="):
+        words.append("data.train.size=null" if ".jsonl" in override else "data.train.size=8")
+    assert_one_line(train(*words), *parts)
+
+
+def test_an_unknown_recipe_names_the_known_ones(train) -> None:
+    assert_one_line(train(recipe="grpo_tinny"), "grpo_tinny", "grpo_tiny")
+
+
+def test_a_word_that_is_no_override(train) -> None:
+    assert_one_line(train("grpo.max_num_steps"), "grpo.max_num_steps", "neither a recipe")
+
+
+def test_a_checkpoint_of_another_model(train, tiny_model: Path, tmp_path: Path) -> None:
+    import json
+    import shutil
+
+    code, said = train("grpo.max_num_steps=1")
+    assert code == 0, said
+    other = tmp_path / "other"
+    shutil.copytree(tiny_model, other)
+    config = json.loads((other / "config.json").read_text())
+    config["num_attention_heads"] //= 2
+    config["head_dim"] *= 2
+    (other / "config.json").write_text(json.dumps(config))
+    result = train("grpo.max_num_steps=2", f"policy.model_name={other}")
+    assert_one_line(result, "is a checkpoint of", "checkpointing.checkpoint_dir")
+
+
+def test_a_checkpoint_of_another_dataset(train) -> None:
+    train("grpo.max_num_steps=1")
+    result = train("grpo.max_num_steps=2", "data.train.size=32")
+    assert_one_line(result, "another dataset", "checkpointing.checkpoint_dir")
+
+
+def test_a_corrupt_checkpoint_is_not_resumed_from(train, tmp_path: Path) -> None:
+    train("grpo.max_num_steps=1")
+    (file,) = tmp_path.glob("runs/grpo_tiny/checkpoints/step_*/policy/*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 1
+    file.write_bytes(data)
+    assert_one_line(train("grpo.max_num_steps=2"), file.name)
+
+
+@pytest.mark.parametrize("value", ["'text'", "float('nan')", "1 / 0"])
+def test_a_reward_that_fails_stops_the_run_and_is_named(train, tmp_path: Path, value: str) -> None:
+    (tmp_path / "my_broken_reward.py").write_text(f"def broken(problem, completion):\n    return {value}\n")
+    import sys
+
+    sys.modules.pop("my_broken_reward", None)
+    code, said = train("env.rewards=[{reward: 'my_broken_reward:broken'}]", "grpo.val_at_start=false")
+    assert code == 1
+    assert said.count("\n") == 1
+    for part in ("my_broken_reward:broken", "prompt", "completion", "Write lowercase letters"):
+        assert part in said
