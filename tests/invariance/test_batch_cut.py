@@ -111,7 +111,7 @@ def test_with_a_kl_penalty_no_group_is_skipped(make_engine, recorded_rollout) ->
         for param in engine.model.parameters():
             param.mul_(1.01)  # away from the reference, so that the KL has a gradient
     silent = worker.score([replace(s, advantage=0.0) for s in recorded_rollout], optim_steps=1)
-    assert worker.has_signal(silent)
+    assert worker.is_worth_a_step(silent)
     result = worker.forward_backward(silent)
     assert result.loss_sum > 0
     assert worker.optim_step().grad_norm > 0

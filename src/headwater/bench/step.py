@@ -71,7 +71,13 @@ def compare(recipe: str, overrides: Sequence[str], *, steps: int, warmup: int) -
         raise require_extra("bench", "trl") from error
 
     keep_freed_memory()
-    common = [*overrides, "checkpointing.enabled=false", "data.shuffle=false", "logger.tensorboard_enabled=false"]
+    common = [
+        *overrides,
+        "checkpointing.enabled=false",
+        "data.shuffle=false",
+        "data.exclude_validation=false",
+        "logger.tensorboard_enabled=false",
+    ]
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         runs = [

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import ExitStack
 
-from headwater.errors import UserError
+from headwater.errors import HeadwaterError, UserError
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -40,7 +41,13 @@ def run(args: argparse.Namespace) -> int:
     from headwater.engines.torch.host_memory import keep_freed_memory
 
     keep_freed_memory()
-    with StopRequest() as stop, build(loaded) as runtime:
+    with StopRequest() as stop, ExitStack() as closing:
+        try:
+            runtime = closing.enter_context(build(loaded))
+        except HeadwaterError:
+            if stop.requested:  # Ctrl-C reaches a download as well, and what that says is not the reason
+                return stop.exit_code
+            raise
         run_grpo(runtime, stop)
         if stop.requested:
             kept = runtime.checkpoints.latest() if runtime.checkpoints is not None else None

@@ -153,7 +153,8 @@ class GrpoConfig(Strict):
     advantage: Literal["mean_std", "leave_one_out", "mean"] = "mean_std"
     """mean_std: (r - mean) / std (GRPO). leave_one_out: r - mean of the others (RLOO). mean: no std (Dr. GRPO)."""
     skip_groups_without_signal: bool = True
-    """Groups whose advantages are all zero cost no forward or backward pass, where the loss permits."""
+    """Groups whose advantages are all zero cost no forward or backward pass, where the loss permits; a step in which
+    every group is one takes no optimizer step. false trains them with a gradient of zero."""
     val_period: NonNegativeInt = 0
     """Validate every this many steps; 0 never."""
     val_at_start: bool = False

@@ -42,6 +42,11 @@ def run_grpo(run: Runtime, stop: StopRequest) -> None:
                 metrics |= _save(run, timer)
                 saved_step = state.step
             metrics |= sync(run, timer)
+        metrics[names.PERFORMANCE_TOKENS_PER_SEC] = (
+            metrics[names.PERFORMANCE_GENERATION_TOKENS_PER_SEC]
+            * timer.seconds[names.TIMING_GENERATION]
+            / timer.seconds[names.TIMING_TOTAL_STEP_TIME]
+        )
         last = state.step == config.grpo.max_num_steps
         if not stop.requested and (_is_period(state.step, config.grpo.val_period) or (last and config.grpo.val_at_end)):
             metrics |= _validate(run, stop, accuracies)
@@ -78,12 +83,12 @@ def train_step(run: Runtime, timer: StepTimer) -> dict[str, float]:
 
 
 def _train(run: Runtime, sequences: Sequence[TrainSequence]) -> dict[str, float]:
-    """One optimizer step for each global batch that has a gradient; without any, the weights stay as they are."""
+    """One optimizer step for each global batch with anything to train on; without any, the weights stay as they are."""
     size = run.config.policy.train_global_batch_size
     stats: list[dict[str, Stat]] = []
     for start in range(0, len(sequences), size):
         batch = sequences[start : start + size]
-        if not run.policy.has_signal(batch):
+        if not run.policy.is_worth_a_step(batch):
             continue
         result = run.policy.forward_backward(batch)
         step = run.policy.optim_step()

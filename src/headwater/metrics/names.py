@@ -71,7 +71,7 @@ CHECKPOINT_PENDING: Final = "checkpoint/pending"
 CHECKPOINT_CHUNKS_ADVANCED: Final = "checkpoint/chunks_advanced"
 CHECKPOINT_CHUNKS_REPEATED: Final = "checkpoint/chunks_repeated"
 
-# Throughput, and device memory in bytes.
+# Completion tokens a second of the whole step and of generation alone; device memory in bytes.
 PERFORMANCE_TOKENS_PER_SEC: Final = "performance/tokens_per_sec"
 PERFORMANCE_GENERATION_TOKENS_PER_SEC: Final = "performance/generation_tokens_per_sec"
 MEMORY_ALLOCATED: Final = "memory/allocated"

@@ -49,9 +49,9 @@ class PolicyWorker:
         self.tokens_trained = 0
         """Completion tokens that went through a backward pass so far."""
 
-    def has_signal(self, batch: Sequence[TrainSequence]) -> bool:
-        """Whether the loss of the batch has a gradient at all."""
-        return needs_all_groups(self._loss) or any(sequence.advantage != 0 for sequence in batch)
+    def is_worth_a_step(self, batch: Sequence[TrainSequence]) -> bool:
+        """Whether anything of the batch is trained on."""
+        return any(self._is_trained(sequence) for sequence in batch)
 
     def score(self, sequences: Sequence[TrainSequence], *, optim_steps: int) -> list[TrainSequence]:
         """Add what the loss compares with: the reference's log-probs, and the policy's own before the first step.
