@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 
-.PHONY: setup train test test-slow soak lint bench clean
+.PHONY: setup train test test-slow test-gpu soak lint bench clean
 
 setup: $(VENV)/.installed
 
@@ -35,6 +35,10 @@ test-slow: $(VENV)/.installed-dev
 
 soak: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m 'soak' --timeout 7200
+
+# On a machine with a CUDA device, in whatever environment has torch for it.
+test-gpu:
+	$(PYTHON) -m pytest -m gpu tests/gpu
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .

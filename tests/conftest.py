@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,18 @@ from headwater.models.resolve import resolve
 def _one_thread_pool() -> None:
     # CPU results depend on the number of threads in the last bits; tests compare bits.
     torch.set_num_threads(2)
+
+
+@pytest.fixture(autouse=True)
+def _modules_of_a_test_end_with_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    """A user's module in a test's folder must not be found by the next test."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None) or "").startswith(str(tmp_path_factory.getbasetemp())):
+            del sys.modules[name]
 
 
 @pytest.fixture(scope="session")

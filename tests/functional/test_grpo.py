@@ -54,6 +54,35 @@ def run(tmp_path: Path) -> Run:
     return Run(tmp_path / "run")
 
 
+LOGGED = {
+    "train/loss",
+    "train/reward",
+    "train/grad_norm",
+    "train/lr",
+    "train/token_mult_prob_error",
+    "train/gen_kl_error",
+    "train/probs_ratio_min",
+    "train/probs_ratio_clamped_max",
+    "train/approx_entropy",
+    "train/advantages/mean",
+    "train/mean_gen_tokens_per_sample",
+    "train/num_trainable_parameters",
+    "validation/avg_length",
+    "timing/train/total_step_time",
+    "timing/train/generation",
+    "timing/train/reward",
+    "timing/train/policy_and_reference_logprobs",
+    "timing/train/policy_training",
+    "timing/train/checkpointing",
+    "timing/train/prepare_for_generation/total",
+    "timing/train/prepare_for_generation/transfer_and_update_weights",
+    "performance/tokens_per_sec",
+    "performance/generation_tokens_per_sec",
+    "checkpoint/stage_s",
+    "checkpoint/write_s",
+    "checkpoint/commit_s",
+    "checkpoint/bytes",
+}
 FOUR = ("grpo.max_num_steps=4", "data.shuffle=true")
 RECIPES = {
     "fp32": (),
@@ -93,6 +122,7 @@ def test_a_run_trains_saves_validates_and_logs(run: Run, capsys) -> None:
     assert run.train() == 0
     run.assert_trained(4)
     metrics = run.metrics()
+    assert set(metrics) >= LOGGED
     assert sorted(metrics["validation/accuracy"]) == [0, 2, 4]
     assert metrics["refit/version"] == {1: 1, 2: 2, 3: 3, 4: 4}
     assert sorted(metrics["checkpoint/stall_s"]) == [2, 4]
@@ -130,9 +160,7 @@ def test_a_finished_run_starts_again_with_nothing_to_do(run: Run, capsys) -> Non
 def test_the_reference_policy_stays_the_base_model_after_a_resume(run: Run) -> None:
     kl = "loss_fn.reference_policy_kl_penalty=0.05"
     run.train("grpo.max_num_steps=2", kl)
-    first = run.trainer()["reference"]
     run.train("grpo.max_num_steps=4", kl)
-    assert run.trainer()["reference"] == first
     # The policy has moved away from the reference, which did not follow it.
     assert 0 < run.metrics()["train/kl_penalty"][2] < run.metrics()["train/kl_penalty"][4]
 
@@ -156,15 +184,58 @@ def test_best_checkpoints_are_kept_by_metric(run: Run) -> None:
             "checkpointing.keep_latest_k=1",
             "checkpointing.keep_top_k=1",
             "checkpointing.metric_name=train/reward",
+            "checkpointing.higher_is_better=false",
+            "policy.optimizer.lr=0.005",
         )
         == 0
     )
     rewards = run.metrics()["train/reward"]
-    best = max(rewards, key=lambda step: rewards[step])
+    best = min(rewards, key=lambda step: rewards[step])
+    assert best != 4  # or the newest alone would do
     kept = {int(folder.name.split("_")[1].split("-")[0]) for folder in run.checkpoints.glob("step_*")}
     assert kept == {4, best}
 
 
+def test_what_was_trained_before_a_failing_reward_is_saved(run: Run, monkeypatch, tmp_path: Path, capsys) -> None:
+    (tmp_path / "late_failure.py").write_text(LATE_FAILURE)
+    monkeypatch.chdir(tmp_path)
+    rewards = "env.rewards=[{reward: 'late_failure:count'}]"
+    quiet = ("grpo.val_period=0", "grpo.val_at_start=false", "grpo.val_at_end=false", "data.validation=null")
+    assert run.train("grpo.max_num_steps=9", "checkpointing.save_period=100", rewards, *quiet) == 1
+    assert "late_failure:count raised" in capsys.readouterr().err
+    assert run.trainer()["step"] == 3
+    assert main(["ckpt", "verify", str(run.checkpoints)]) == 0
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing_and_ends_the_run(run: Run, capsys) -> None:
+    # A rate this high drives the weights of the tiny model to infinity within a few steps.
+    code = run.train("grpo.max_num_steps=50", "policy.optimizer.lr=1e30", "checkpointing.save_period=1", "grpo.seed=1")
+    assert code == 1
+    assert "not finite" in (said := capsys.readouterr().err) or "gradient norm is" in said
+    assert main(["ckpt", "verify", str(run.checkpoints)]) == 0
+
+
+def test_a_reader_that_goes_away_does_not_end_the_run(run: Run) -> None:
+    command = [sys.executable, "-m", "headwater.cli.main", *run.words("grpo.max_num_steps=3")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.wait(timeout=120) == 0, process.stderr.read() if process.stderr else ""
+    run.assert_trained(3)
+    assert run.trainer()["step"] == 3
+
+
+LATE_FAILURE = """
+calls = 0
+
+
+def count(problem, completion):
+    global calls
+    calls += 1
+    if calls > 56:  # in the fourth step of sixteen
+        raise RuntimeError("enough")
+    return len(set(completion)) / 100
+"""
 SLOW_REWARD = """
 import time
 
@@ -205,6 +276,7 @@ def test_an_interrupted_run_saves_its_last_step(run: Run, number: int, code: int
     process.send_signal(number)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == code, output
+    assert "once more to quit at once" in output
     assert "interrupted at step" in output
     last = max(run.metrics()["train/loss"])
     assert run.trainer()["step"] == last >= 3

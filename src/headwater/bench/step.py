@@ -18,14 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from rich.table import Table
 
 from headwater.config.load import load_config
+from headwater.config.schema import Config, LossConfig
 from headwater.controller.build import build
 from headwater.controller.loop import sync, train_step
 from headwater.controller.runtime import Runtime
 from headwater.engines.torch.host_memory import keep_freed_memory
 from headwater.errors import UserError, require_extra
+from headwater.metrics import names
 from headwater.metrics.timer import StepTimer
 from headwater.models.resolve import resolve
 from headwater.rollout.env import Episode
@@ -58,13 +61,14 @@ class Comparison:
         return asdict(self)
 
 
-def compare(recipe: str, overrides: Sequence[str], *, steps: int, warmup: int) -> Comparison:
+def compare(recipe: str, overrides: Sequence[str], *, steps: int, warmup: int, console: Console) -> Comparison:
     """Run `warmup` uncounted and `steps` counted steps of each side.
 
     Raises UserError for fewer than one step, BlockedError without the peer.
     """
     if steps < 1 or warmup < 0:
         raise UserError("--steps must be 1 or more and --warmup 0 or more")
+    _require_comparable(load_config(recipe, overrides).config)
     try:
         import trl  # pyright: ignore[reportMissingImports]
     except ImportError as error:
@@ -86,15 +90,37 @@ def compare(recipe: str, overrides: Sequence[str], *, steps: int, warmup: int) -
                     load_config(
                         recipe,
                         [*common, f"grpo.skip_groups_without_signal={skip}", f"logger.log_dir={folder}/{skip}"],
-                    )
+                    ),
+                    Console(quiet=True),
                 )
             )
             for skip in ("false", "true")
         ]
         machine = f"torch {torch.__version__}, trl {trl.__version__}, {torch.get_num_threads()} CPU threads"
         result = Comparison(machine, Side(f"TRL {trl.__version__}"), Side("Headwater, every group"), Side("Headwater"))
-        _run_peer(result, runs, Path(folder), steps, warmup)
+        _run_peer(result, runs, Path(folder), steps, warmup, console)
     return result
+
+
+def _require_comparable(config: Config) -> None:
+    """Refuse what the two sides would do differently."""
+    total = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
+    unlike = [
+        (config.policy.train_global_batch_size != total, "policy.train_global_batch_size must be the whole step"),
+        (config.loss_fn != LossConfig(), "loss_fn must be the default"),
+        (bool(config.policy.generation.stop_strings), "policy.generation.stop_strings must be empty"),
+        (config.policy.optimizer.weight_decay != 0, "policy.optimizer.weight_decay must be 0"),
+    ]
+    for differs, what in unlike:
+        if differs:
+            raise UserError(f"the peer cannot be set up alike: {what}")
+
+
+def _now() -> float:
+    """Seconds, once the device has done all that was asked of it."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def table(result: Comparison) -> Table:
@@ -117,18 +143,20 @@ def table(result: Comparison) -> Table:
 def _own_step(run: Runtime, side: Side, counted: bool) -> None:
     timer = StepTimer()
     before = run.policy.tokens_trained
-    start = time.perf_counter()
+    start = _now()
     metrics = train_step(run, timer)
     sync(run, timer)
-    seconds = time.perf_counter() - start
+    seconds = _now() - start
     if counted:
         completions = run.config.grpo.num_prompts_per_step * run.config.grpo.num_generations_per_prompt
         side.seconds.append(seconds)
-        side.generated.append(round(metrics["train/mean_gen_tokens_per_sample"] * completions))
+        side.generated.append(round(metrics[names.TRAIN_MEAN_GEN_TOKENS_PER_SAMPLE] * completions))
         side.trained.append(run.policy.tokens_trained - before)
 
 
-def _run_peer(result: Comparison, runs: Sequence[Runtime], folder: Path, steps: int, warmup: int) -> None:
+def _run_peer(
+    result: Comparison, runs: Sequence[Runtime], folder: Path, steps: int, warmup: int, console: Console
+) -> None:
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports, reportPrivateImportUsage]
@@ -151,11 +179,11 @@ def _run_peer(result: Comparison, runs: Sequence[Runtime], folder: Path, steps: 
             counted = state.global_step >= warmup
             _own_step(runs[0], result.every_group, counted)
             _own_step(runs[1], result.skipping, counted)
-            self.start = time.perf_counter()
+            self.start = _now()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            seconds = time.perf_counter() - self.start
-            run.progress.note(f"step {state.global_step}/{total}: {result.peer.name} {seconds:.2f} s")
+            seconds = _now() - self.start
+            console.print(f"step {state.global_step}/{total}: {result.peer.name} {seconds:.2f} s", highlight=False)
             if state.global_step > warmup:
                 result.peer.seconds.append(seconds)
                 result.peer.generated.append(sampled[-1])
@@ -172,6 +200,11 @@ def _run_peer(result: Comparison, runs: Sequence[Runtime], folder: Path, steps: 
             num_generations=config.grpo.num_generations_per_prompt,
             max_completion_length=config.policy.generation.max_new_tokens,
             temperature=config.policy.generation.temperature,
+            top_p=config.policy.generation.top_p,
+            top_k=config.policy.generation.top_k or 0,
+            adam_beta1=config.policy.optimizer.betas[0],
+            adam_beta2=config.policy.optimizer.betas[1],
+            adam_epsilon=config.policy.optimizer.eps,
             learning_rate=config.policy.optimizer.lr,
             lr_scheduler_type="constant",
             max_grad_norm=config.policy.max_grad_norm or 0.0,

@@ -78,7 +78,12 @@ class CheckpointManager:
                 f"{found.folder} is a checkpoint of {identity}, this run trains {self._model_identity}: "
                 "set policy.model_name to that model, or checkpointing.checkpoint_dir to another folder"
             )
+        self._run_id = checkpoint.manifest.run_id  # a resumed run is the same run
         return checkpoint
+
+    def require_space(self, tensor_bytes: int) -> None:
+        """Raise UserError unless a checkpoint whose tensors take this many bytes fits on the disk now."""
+        preflight.require_free(self.root, tensor_bytes)
 
     def _older(self, corrupt: Found) -> str:
         older = [found.folder for found in scan(self.root) if found.manifest and found.folder != corrupt.folder]
@@ -247,7 +252,12 @@ def _write_small_files(
     if tokenizer is not None:
         target = folder / "tokenizer"
         target.mkdir()
-        tokenizer(target)
+        try:
+            tokenizer(target)
+        except OSError:
+            raise
+        except Exception as error:  # the tokenizers library raises a bare Exception where the disk is full
+            raise UserError(f"the tokenizer's files cannot be written to {target}: {error}") from error
         for path in sorted(item for item in target.rglob("*") if item.is_file()):
             files.append(_file_entry(path.relative_to(folder).as_posix(), sync_existing(path)))
     return files

@@ -6,6 +6,8 @@ import argparse
 import json
 from pathlib import Path
 
+from headwater.errors import UserError
+
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Add `bench` to the command line."""
@@ -32,8 +34,14 @@ def run(args: argparse.Namespace) -> int:
     from headwater.cli.train import split_words
 
     recipe, overrides = split_words(args.words)
-    result = compare(recipe, overrides, steps=args.steps, warmup=args.warmup)
-    Console().print(table(result))
+    console = Console()
+    if args.json is not None:
+        try:
+            args.json.touch()  # before the run, so that a wrong path costs nothing
+        except OSError as error:
+            raise UserError(f"--json {args.json}: {error.strerror}") from error
+    result = compare(recipe, overrides, steps=args.steps, warmup=args.warmup, console=console)
     if args.json is not None:
         args.json.write_text(json.dumps(result.to_json(), indent=2) + "\n")
+    console.print(table(result))
     return 0

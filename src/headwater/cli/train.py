@@ -49,11 +49,11 @@ def run(args: argparse.Namespace) -> int:
                 return stop.exit_code
             raise
         run_grpo(runtime, stop)
-        if stop.requested:
-            kept = runtime.checkpoints.latest() if runtime.checkpoints is not None else None
-            runtime.progress.note(
-                f"interrupted at step {runtime.state.step}; resume with the same command" if kept else "interrupted"
-            )
+        if runtime.state.step >= loaded.config.grpo.max_num_steps:
+            return 0
+        kept = runtime.checkpoints.latest() if runtime.checkpoints is not None else None
+        how = "; resume with the same command" if kept else ", and nothing is saved"
+        runtime.progress.note(f"interrupted at step {runtime.state.step}{how}")
     return stop.exit_code
 
 

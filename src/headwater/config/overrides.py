@@ -16,6 +16,9 @@ from headwater.errors import UserError
 FREE_FORM = "options"
 """Mappings under this key are arguments of what stands beside them, such as a dataset, so they replace."""
 
+SOURCE = "dataset"
+"""A mapping that names another one of these starts anew: the size, seed and columns beside it were the old one's."""
+
 _WORDS = {"null": None, "true": True, "false": False}
 _INTEGER = re.compile(r"[+-]?\d+")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|[+-]?inf|nan")
@@ -23,7 +26,7 @@ _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|[+-]?inf|nan")
 
 def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """`base` with `changes` laid over it: mappings merge, all else replaces, lists and `options` mappings included."""
-    merged = dict(base)
+    merged = {} if _names_another_source(base, changes) else dict(base)
     for key, value in changes.items():
         merged[key] = _merged_value(key, merged.get(key), value)
     return merged
@@ -49,11 +52,18 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         position = _position(node, part, parts[:depth])
         if depth == len(parts) - 1:
             current = node[position] if isinstance(node, list) else node.get(position)
-            node[position] = _merged_value(part, current, _parse_value(text.strip(), override))
+            value = _parse_value(text.strip(), override)
+            if isinstance(node, dict) and _names_another_source(node, {part: value}):
+                node.clear()
+            node[position] = _merged_value(part, current, value)
         else:
             if isinstance(node, dict) and node.get(position) is None:
                 node[position] = {}
             node = node[position]
+
+
+def _names_another_source(base: Mapping[str, Any], changes: Mapping[str, Any]) -> bool:
+    return SOURCE in changes and SOURCE in base and changes[SOURCE] != base[SOURCE]
 
 
 def _merged_value(key: str, current: Any, value: Any) -> Any:

@@ -6,9 +6,19 @@ Names are those that people who post-train with Megatron-style stacks already us
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from headwater.metrics import names
+
+_RANKING_TAGS = (
+    names.TRAIN_REWARD,
+    names.VALIDATION_ACCURACY,
+    names.VALIDATION_REWARD,
+    names.VALIDATION_AVG_LENGTH,
+)
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -99,7 +109,7 @@ class GenerationConfig(Strict):
     """Nucleus sampling (Holtzman et al., 2020); 1 keeps all tokens."""
     top_k: PositiveInt | None = None
     """Keep the k likeliest tokens; null keeps all."""
-    stop_strings: list[str] = []
+    stop_strings: list[Annotated[str, Field(min_length=1)]] = []
     """A completion ends when its text contains one of these."""
     max_batch_size: PositiveInt = 256
     """Most sequences decoded at a time."""
@@ -148,7 +158,7 @@ class GrpoConfig(Strict):
     """Completions a prompt: the group."""
     max_num_steps: NonNegativeInt
     """The run ends after this many steps; may be raised to go on."""
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Of sampling and of every random number generator."""
     advantage: Literal["mean_std", "leave_one_out", "mean"] = "mean_std"
     """mean_std: (r - mean) / std (GRPO). leave_one_out: r - mean of the others (RLOO). mean: no std (Dr. GRPO)."""
@@ -188,8 +198,14 @@ class LossConfig(Strict):
     """One ratio a sequence, its tokens' geometric mean (GSPO, arXiv:2507.18071)."""
     use_importance_sampling_correction: bool = False
     """Weight tokens by trainer over generator probability."""
-    truncated_importance_sampling_ratio: PositiveFloat | None = 2.0
-    """Upper bound of that weight; null for none."""
+    truncated_importance_sampling_ratio: PositiveFloat | None = None
+    """Upper bound of that weight (2 is common); null for none."""
+
+    @model_validator(mode="after")
+    def _truncation_needs_a_weight(self) -> LossConfig:
+        if self.truncated_importance_sampling_ratio is not None and not self.use_importance_sampling_correction:
+            raise ValueError("truncated_importance_sampling_ratio is read only with use_importance_sampling_correction")
+        return self
 
 
 class CheckpointingConfig(Strict):
@@ -319,9 +335,31 @@ class Config(Strict):
                 f"policy.train_micro_batch_size ({self.policy.train_micro_batch_size}) does not divide "
                 f"policy.train_global_batch_size ({per_step})"
             )
+        generation = self.policy.generation
+        if generation.max_batch_size < self.grpo.num_generations_per_prompt:
+            raise ValueError(
+                f"policy.generation.max_batch_size ({generation.max_batch_size}) is smaller than "
+                f"grpo.num_generations_per_prompt ({self.grpo.num_generations_per_prompt}): a group is one batch"
+            )
         validates = self.grpo.val_period or self.grpo.val_at_start or self.grpo.val_at_end
         if validates and self.data.validation is None:
             raise ValueError("grpo.val_period, val_at_start and val_at_end need data.validation")
         if self.data.validation is not None and not validates:
             raise ValueError("data.validation is never read: set grpo.val_period, val_at_start or val_at_end")
+        return self
+
+    @model_validator(mode="after")
+    def _ranking_metric_is_logged(self) -> Config:
+        """A name that nothing logs would rank nothing, and the best checkpoints would be pruned without a word."""
+        name, period = self.checkpointing.metric_name, self.grpo.val_period
+        if name is None:
+            return self
+        if name not in _RANKING_TAGS:
+            near = get_close_matches(name, _RANKING_TAGS, n=1, cutoff=0)[0]
+            raise ValueError(f"checkpointing.metric_name: nothing logs {name!r}; did you mean {near!r}?")
+        if name.startswith("validation/") and (not period or self.checkpointing.save_period % period):
+            raise ValueError(
+                f"checkpointing.metric_name={name} needs a validation at each save: make grpo.val_period ({period}) "
+                f"a divisor of checkpointing.save_period ({self.checkpointing.save_period})"
+            )
         return self

@@ -8,9 +8,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
+from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from headwater.checkpoint.digest import digest
+from headwater.checkpoint.digest import digest, digest_bytes
 from headwater.checkpoint.manager import CheckpointManager
 from headwater.checkpoint.reader import Checkpoint
 from headwater.config.load import LoadedConfig
@@ -34,8 +35,8 @@ from headwater.workers.train import PolicyWorker
 
 
 @contextmanager
-def build(loaded: LoadedConfig) -> Iterator[Runtime]:
-    """Everything that a run needs, closed again at the end.
+def build(loaded: LoadedConfig, console: Console | None = None) -> Iterator[Runtime]:
+    """Everything that a run needs, closed again at the end. console: where progress goes; standard output if None.
 
     What can be refused is refused before anything is trained: a model, dataset, environment, folder or
     checkpoint that does not fit the configuration is a UserError.
@@ -56,9 +57,11 @@ def build(loaded: LoadedConfig) -> Iterator[Runtime]:
         environment = build_environment(config.env)
         prompts, validation = _prompts(config, tokenizer)
         engine = TorchEngine(config.policy, model_path, device)
-        reference, reference_digest = _reference(config, model_path, device)
+        reference = _reference(config, model_path, device)
 
-        state = TrainerState(dataset=prompts.source.fingerprint, reference=reference_digest)
+        state = TrainerState(dataset=prompts.source.fingerprint, base_model=_weights_digest(engine))
+        if checkpoints is not None:
+            checkpoints.require_space(engine.checkpoint_bytes)
         if checkpoints is not None and checkpoint is not None:
             state = _resume(checkpoint, state, engine)
             prompts.cursor.load_state_dict(state.cursor)
@@ -68,7 +71,7 @@ def build(loaded: LoadedConfig) -> Iterator[Runtime]:
         for sink in sinks:
             closing.callback(sink.close)
             sink.log(state.step, {names.TRAIN_NUM_TRAINABLE_PARAMETERS: float(engine.num_trainable_parameters)})
-        progress = closing.enter_context(Progress(config.grpo.max_num_steps, state.step + 1))
+        progress = closing.enter_context(Progress(config.grpo.max_num_steps, state.step + 1, console))
         _announce(progress, config, state, checkpoint, engine)
         yield Runtime(
             config=config,
@@ -131,16 +134,19 @@ def _sampling(config: Config) -> SamplingParams:
     )
 
 
-def _reference(config: Config, model_path: Path, device: torch.device) -> tuple[TorchEngine | None, str | None]:
-    """The frozen reference policy, always the model that the run began with, and a digest of its weights."""
+def _reference(config: Config, model_path: Path, device: torch.device) -> TorchEngine | None:
+    """The frozen reference policy: the model that the run began with, also after a resume."""
     if config.loss_fn.reference_policy_kl_penalty == 0:
-        return None, None
+        return None
     reference = TorchEngine(config.policy, model_path, device, trainable=False)
-    combined = 0
-    for _, tensor in reference.export_weights():
-        combined = (combined * 0x100000001B3 + digest(tensor)) % 2**64
     reference.offload()
-    return reference, f"{combined:016x}"
+    return reference
+
+
+def _weights_digest(engine: TorchEngine) -> str:
+    """One digest over all weights, in the order of their names."""
+    parts = [f"{name} {digest(tensor):016x}" for name, tensor in sorted(engine.export_weights())]
+    return f"{digest_bytes(' '.join(parts).encode()):016x}"
 
 
 def _resume(checkpoint: Checkpoint, fresh: TrainerState, engine: TorchEngine) -> TrainerState:
@@ -151,12 +157,11 @@ def _resume(checkpoint: Checkpoint, fresh: TrainerState, engine: TorchEngine) ->
             f"{checkpoint.folder} was trained on another dataset than data.train describes: "
             "restore the data settings or choose a new checkpointing.checkpoint_dir"
         )
-    if fresh.reference is not None and state.reference is not None and state.reference != fresh.reference:
+    if state.base_model != fresh.base_model:
         raise UserError(
-            f"{checkpoint.folder} was trained against another reference policy than policy.model_name holds now: "
-            "restore the model or choose a new checkpointing.checkpoint_dir"
+            f"{checkpoint.folder} was trained from other weights than policy.model_name holds at policy.precision: "
+            "restore both or choose a new checkpointing.checkpoint_dir"
         )
-    state.reference = fresh.reference
     engine.load_chunks(checkpoint.component("policy"))
     assert engine.optimizer is not None
     engine.optimizer.steps = state.optim_steps

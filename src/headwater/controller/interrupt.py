@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from types import FrameType
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SHOW_CURSOR = b"\x1b[?25h"  # a live display hides it and has no time left to show it again
 
 
 class StopRequest:
@@ -35,5 +37,8 @@ class StopRequest:
 
     def _handle(self, signum: int, _: FrameType | None) -> None:
         if self.requested:
+            if sys.stdout.isatty():
+                os.write(sys.stdout.fileno(), _SHOW_CURSOR)
             os._exit(128 + signum)
         self.signum = signum
+        os.write(sys.stderr.fileno(), b"\nstopping: this step is finished and saved first; once more to quit at once\n")

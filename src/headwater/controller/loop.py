@@ -18,10 +18,11 @@ from headwater.algorithms.advantage import ADVANTAGES
 from headwater.controller.interrupt import StopRequest
 from headwater.controller.runtime import Runtime
 from headwater.data.types import Group, TrainSequence
+from headwater.errors import HeadwaterError
 from headwater.metrics import names
 from headwater.metrics.stat import Stat, merge, reduce
 from headwater.metrics.timer import StepTimer
-from headwater.rollout.rollout import rollout, summarize, validate
+from headwater.rollout.rollout import score_groups, summarize, validate
 from headwater.workers.train import train_sequences
 
 
@@ -36,24 +37,26 @@ def run_grpo(run: Runtime, stop: StopRequest) -> None:
     while state.step < config.grpo.max_num_steps and not stop.requested:
         timer = StepTimer()
         with timer.time(names.TIMING_TOTAL_STEP_TIME):
-            metrics = train_step(run, timer)
+            optim_steps = state.optim_steps
+            try:
+                metrics = train_step(run, timer)
+            except HeadwaterError:
+                # A reward that fails or a prompt too long must not cost the steps before it.
+                if saved_step < state.step and state.optim_steps == optim_steps:
+                    _save_at_the_end(run)
+                raise
             _record_ranking_metric(run, metrics)  # before the save, so that the checkpoint knows its own rank
             if _is_save_due(run):
                 metrics |= _save(run, timer)
                 saved_step = state.step
             metrics |= sync(run, timer)
-        metrics[names.PERFORMANCE_TOKENS_PER_SEC] = (
-            metrics[names.PERFORMANCE_GENERATION_TOKENS_PER_SEC]
-            * timer.seconds[names.TIMING_GENERATION]
-            / timer.seconds[names.TIMING_TOTAL_STEP_TIME]
-        )
         last = state.step == config.grpo.max_num_steps
         if not stop.requested and (_is_period(state.step, config.grpo.val_period) or (last and config.grpo.val_at_end)):
             metrics |= _validate(run, stop, accuracies)
         _log(run, metrics | timer.seconds)
 
-    if run.checkpoints is not None and saved_step < state.step:
-        _save(run, StepTimer())
+    if saved_step < state.step:
+        _save_at_the_end(run)
     if len(accuracies) > 1:
         count = len(run.validation)
         run.progress.note(f"validation accuracy {accuracies[0]:.3f} -> {accuracies[-1]:.3f} (greedy, {count} problems)")
@@ -65,7 +68,9 @@ def train_step(run: Runtime, timer: StepTimer) -> dict[str, float]:
     run.progress.phase("generate")
     with timer.time(names.TIMING_GENERATION):
         prompts = run.prompts.next(grpo.num_prompts_per_step)
-        groups = rollout(run.generator, run.environment, prompts, grpo.num_generations_per_prompt, run.sampling)
+        answers = run.generator.generate(prompts, grpo.num_generations_per_prompt, run.sampling)
+    with timer.time(names.TIMING_REWARD):
+        groups = score_groups(run.environment, prompts, answers)
     rewards = torch.stack([group.rewards for group in groups])
     sequences = train_sequences(groups, ADVANTAGES[grpo.advantage](rewards))
     optim_steps = len(sequences) // run.config.policy.train_global_batch_size
@@ -135,6 +140,15 @@ def _save(run: Runtime, timer: StepTimer) -> dict[str, float]:
     return run.checkpoints.last_timings
 
 
+def _save_at_the_end(run: Runtime) -> None:
+    """Save a step off the period, because no other follows."""
+    if run.checkpoints is not None:
+        timer = StepTimer()
+        metrics = _save(run, timer)
+        for sink in run.sinks:
+            sink.log(run.state.step, metrics | timer.seconds)
+
+
 def _metric_is_missing(run: Runtime) -> bool:
     """A resumed checkpoint whose ranking metric was due but is unknown: the run ended between save and validation."""
     name, step = run.config.checkpointing.metric_name, run.state.step
@@ -177,6 +191,11 @@ def _validate(run: Runtime, stop: StopRequest, accuracies: list[float]) -> dict[
 
 
 def _log(run: Runtime, metrics: dict[str, float]) -> None:
+    tokens = metrics[names.PERFORMANCE_GENERATION_TOKENS_PER_SEC] * metrics[names.TIMING_GENERATION]
+    metrics[names.PERFORMANCE_TOKENS_PER_SEC] = tokens / metrics[names.TIMING_TOTAL_STEP_TIME]
+    if torch.cuda.is_available():
+        metrics[names.MEMORY_ALLOCATED] = float(torch.cuda.memory_allocated())
+        metrics[names.MEMORY_RESERVED] = float(torch.cuda.memory_reserved())
     for sink in run.sinks:
         sink.log(run.state.step, metrics)
     _record_ranking_metric(run, metrics)

@@ -19,11 +19,12 @@ class TrainerState:
 
     step: training steps done. optim_steps: optimizer steps taken. weight_version: of the newest policy.
     cursor: position in the stream of prompts. dataset: fingerprint of the training data.
-    reference: digest of the frozen reference policy, or None. metric_history: see CheckpointManager.
+    base_model: digest of the weights that the run began with, which are the reference policy's too.
+    metric_history: see CheckpointManager.
     """
 
     dataset: str
-    reference: str | None = None
+    base_model: str
     step: int = 0
     optim_steps: int = 0
     weight_version: int = 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from headwater.errors import UserError
+
 
 class PromptCursor:
     """Walks over the rows of a dataset epoch by epoch; each epoch visits each row once.
@@ -31,14 +33,26 @@ class PromptCursor:
         return [(draw, self._row(draw)) for draw in draws]
 
     def state_dict(self) -> dict[str, int]:
-        """What a checkpoint must keep: the next draw's number."""
-        return {"draw": self._draw}
+        """What a checkpoint must keep: the next draw's number, and what its order is a function of."""
+        return {"draw": self._draw, **self._order_key()}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on where the cursor that gave `state` stood. Raises ValueError for a negative draw."""
+        """Go on where the cursor that gave `state` stood.
+
+        Raises ValueError for a negative draw, UserError where that cursor went in another order.
+        """
         if state["draw"] < 0:
             raise ValueError(f"a cursor cannot stand at draw {state['draw']}")
+        changed = [name for name, value in self._order_key().items() if state[name] != value]
+        if changed:
+            raise UserError(
+                f"the checkpoint draws its prompts by another {' and '.join(changed)}, and rows would be repeated or "
+                "skipped: restore data.shuffle and data.seed, or choose a new checkpointing.checkpoint_dir"
+            )
         self._draw = state["draw"]
+
+    def _order_key(self) -> dict[str, int]:
+        return {"rows": self._num_rows, "shuffle": int(self._shuffle), "seed": self._seed}
 
     def _row(self, draw: int) -> int:
         epoch, position = divmod(draw, self._num_rows)

@@ -1,4 +1,4 @@
-"""The metric tags that users rely on: each is spelled here once and nowhere else."""
+"""The metric tags that users rely on, those of parts that are yet to come included."""
 
 from typing import Final
 
@@ -39,6 +39,7 @@ VALIDATION_AVG_LENGTH: Final = "validation/avg_length"
 # Wall-clock seconds within a step.
 TIMING_TOTAL_STEP_TIME: Final = "timing/train/total_step_time"
 TIMING_GENERATION: Final = "timing/train/generation"
+TIMING_REWARD: Final = "timing/train/reward"
 TIMING_POLICY_AND_REFERENCE_LOGPROBS: Final = "timing/train/policy_and_reference_logprobs"
 TIMING_POLICY_TRAINING: Final = "timing/train/policy_training"
 TIMING_CHECKPOINTING: Final = "timing/train/checkpointing"

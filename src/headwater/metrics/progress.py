@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -35,6 +37,14 @@ _SHOWN: list[tuple[str, Callable[[float], str]]] = [
 ]
 
 
+class _PatientConsole(Console):
+    """A console whose reader may go away: the run goes on, unseen, where rich would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit fails
+
+
 class Progress:
     """Shows a run; use it as a context manager.
 
@@ -55,7 +65,7 @@ class Progress:
     ) -> None:
         self._total = total_steps
         self._first = first_step
-        self._console = console or Console()
+        self._console = console or _PatientConsole()
         self._clock = clock
         self._last_time = clock()
         self._step_times: deque[float] = deque(maxlen=_RECENT_STEPS)

@@ -125,7 +125,7 @@ def open_sinks(config: LoggerConfig, first_step: int) -> list[MetricSink]:
     Writes `log_dir`/metrics.jsonl and `log_dir`/tensorboard/. What an earlier run logged for `first_step` and later
     is superseded. Raises UserError if the folder cannot be written.
     """
-    folder = Path(config.log_dir)
+    folder = Path(config.log_dir).expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from headwater.data.datasets import ProblemSource
 from headwater.data.prompts import PromptCursor
 from headwater.data.tokenize import check_fits, encode_prompt
-from headwater.data.types import Completion, Group, Prompt, SamplingParams
+from headwater.data.types import Completion, Group, Problem, Prompt, SamplingParams
 from headwater.engines.base import GenerateEngine
 from headwater.errors import UserError
 from headwater.rollout.env import Environment, Episode, Score
@@ -40,8 +40,9 @@ class PromptStream:
         passed_over = 0
         while len(prompts) < count:
             ((draw, row),) = self.cursor.next(1)
-            if self.source[row].question not in self.held_out:
-                prompts.append(self.prompt(draw, row))
+            problem = self.source[row]
+            if problem.question not in self.held_out:
+                prompts.append(self._prompt(draw, problem))
                 passed_over = 0
                 continue
             passed_over += 1
@@ -49,27 +50,20 @@ class PromptStream:
                 raise UserError("every row of data.train is in data.validation too: set data.exclude_validation=false")
         return prompts
 
-    def prompt(self, draw: int, row: int) -> Prompt:
-        """Row `row` of the dataset as the `draw`-th prompt."""
-        problem = self.source[row]
-        token_ids = encode_prompt(self.tokenizer, problem.messages)
-        check_fits(token_ids, self.max_new_tokens, self.max_total, row=row)
-        return Prompt(draw, problem, token_ids)
-
     def all(self) -> list[Prompt]:
         """Every row once, in order: for validation."""
-        return [self.prompt(row, row) for row in range(len(self.source))]
+        return [self._prompt(problem.index, problem) for problem in self.source]
+
+    def _prompt(self, draw: int, problem: Problem) -> Prompt:
+        token_ids = encode_prompt(self.tokenizer, problem.messages)
+        check_fits(token_ids, self.max_new_tokens, self.max_total, row=problem.index)
+        return Prompt(draw, problem, token_ids)
 
 
-def rollout(
-    generator: GenerateEngine,
-    environment: Environment,
-    prompts: Sequence[Prompt],
-    num_samples: int,
-    params: SamplingParams,
+def score_groups(
+    environment: Environment, prompts: Sequence[Prompt], answers: Sequence[tuple[Completion, ...]]
 ) -> list[Group]:
-    """Sample and score `num_samples` completions of each prompt."""
-    answers = generator.generate(prompts, num_samples, params)
+    """The completions of each prompt with their rewards."""
     scores = _score(environment, prompts, answers)
     return [
         Group(prompt, completions, torch.tensor([score.total for score in group_scores], dtype=torch.float32))

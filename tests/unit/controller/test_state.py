@@ -26,7 +26,7 @@ def test_every_generator_goes_on_where_it_stood_after_a_trip_through_json() -> N
 
 
 def test_counters_survive_json() -> None:
-    state = TrainerState(dataset="d", step=3, optim_steps=6, weight_version=3, cursor={"draw": 12})
+    state = TrainerState(dataset="d", base_model="b", step=3, optim_steps=6, weight_version=3, cursor={"draw": 12})
     assert TrainerState.from_json(json.loads(json.dumps(state.to_json()))) == state
 
 

@@ -1,6 +1,7 @@
 import pytest
 
 from headwater.data.prompts import PromptCursor
+from headwater.errors import UserError
 
 
 def rows(cursor, n):
@@ -47,16 +48,29 @@ def test_resuming_at_any_point_goes_on_exactly(shuffle, at):
 def test_a_cursor_can_go_back_into_an_earlier_epoch():
     cursor = PromptCursor(5, shuffle=True, seed=2)
     whole = cursor.next(15)
-    cursor.load_state_dict({"draw": 3})
+    cursor.load_state_dict({**cursor.state_dict(), "draw": 3})
     assert cursor.next(4) == whole[3:7]
 
 
-def test_state_is_the_next_draw_alone():
+def test_state_is_the_next_draw_and_what_the_order_is_a_function_of():
     cursor = PromptCursor(5, shuffle=True, seed=2)
     cursor.next(7)
-    assert cursor.state_dict() == {"draw": 7}
+    assert cursor.state_dict() == {"draw": 7, "rows": 5, "shuffle": 1, "seed": 2}
 
 
 def test_a_negative_draw_is_refused():
     with pytest.raises(ValueError, match="-1"):
-        PromptCursor(5, shuffle=True, seed=2).load_state_dict({"draw": -1})
+        PromptCursor(5, shuffle=True, seed=2).load_state_dict({"draw": -1, "rows": 5, "shuffle": 1, "seed": 2})
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        (PromptCursor(6, shuffle=True, seed=2), "another rows"),
+        (PromptCursor(5, shuffle=False, seed=2), "another shuffle"),
+        (PromptCursor(5, shuffle=True, seed=3), "another seed"),
+    ],
+)
+def test_a_cursor_that_went_in_another_order_is_refused(other: PromptCursor, named: str):
+    with pytest.raises(UserError, match=named):
+        PromptCursor(5, shuffle=True, seed=2).load_state_dict(other.state_dict())

@@ -5,6 +5,7 @@ import torch
 
 from headwater.data.types import Problem, Prompt, SamplingParams
 from headwater.engines.generate.native import NativeGenerator
+from headwater.errors import HeadwaterError
 from headwater.models.resolve import load_tokenizer
 
 PARAMS = SamplingParams(max_new_tokens=12, seed=3)
@@ -128,3 +129,10 @@ def test_a_stop_string_ends_the_completion_that_contains_it(generator, engine) -
 def test_completions_carry_the_version_of_the_weights(generator) -> None:
     generator.receive_weights(17)
     assert generator.generate(PROMPTS[:1], 1, PARAMS)[0][0].weight_version == 17
+
+
+def test_weights_that_are_not_finite_are_named_and_not_sampled_from(generator, engine) -> None:
+    with torch.no_grad():
+        engine.model.get_input_embeddings().weight[:] = float("nan")
+    with pytest.raises(HeadwaterError, match="not finite"):
+        generator.generate(PROMPTS, 2, PARAMS)

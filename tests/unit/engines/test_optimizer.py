@@ -6,6 +6,7 @@ import torch
 from headwater.config.schema import OptimizerConfig, SchedulerConfig
 from headwater.engines.torch.optimizer import MasterAdamW
 from headwater.engines.torch.schedule import learning_rate_factor
+from headwater.errors import HeadwaterError
 
 
 def adamw(param: torch.nn.Parameter, **options) -> MasterAdamW:
@@ -84,3 +85,19 @@ def test_schedules_by_hand(name: str, factors: list[float]) -> None:
     config = SchedulerConfig(name=name, warmup_steps=2, **decay)  # pyright: ignore[reportArgumentType]
     assert [learning_rate_factor(config, step) for step in range(7)] == pytest.approx(factors, abs=1e-4)
     assert learning_rate_factor(config, 1000) == factors[-1]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_is_refused_and_changes_nothing(value: float) -> None:
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = adamw(param)
+    param.sum().backward()
+    optimizer.step(None)
+    before = [(chunk.name, chunk.tensor.tolist()) for chunk in optimizer.state_chunks()]
+    weights = param.tolist()
+    (param * value).sum().backward()
+    with pytest.raises(HeadwaterError, match="optimizer step 2: nothing was applied"):
+        optimizer.step(1.0)
+    assert param.tolist() == weights
+    assert [(chunk.name, chunk.tensor.tolist()) for chunk in optimizer.state_chunks()] == before
+    assert optimizer.gradients() == {}

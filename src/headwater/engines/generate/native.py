@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from headwater.data.types import Completion, Prompt, SamplingParams
 from headwater.engines.generate.kv_cache import make_cache
 from headwater.engines.generate.sampling import keyed_uniform, sample
-from headwater.errors import UserError
+from headwater.errors import HeadwaterError, UserError
 
 # A finished row is dropped from the batch once this share of the rows has finished: dropping copies the cache.
 _DROP_SHARE = 8
@@ -45,9 +45,11 @@ class NativeGenerator:
         self._model.eval()
         at_a_time = max(1, self._max_batch_size // num_samples)
         groups: list[tuple[Completion, ...]] = []
-        for start in range(0, len(prompts), at_a_time):
-            groups += self._generate_batch(prompts[start : start + at_a_time], num_samples, params)
-        self._model.train(training)
+        try:
+            for start in range(0, len(prompts), at_a_time):
+                groups += self._generate_batch(prompts[start : start + at_a_time], num_samples, params)
+        finally:
+            self._model.train(training)
         return groups
 
     def _generate_batch(
@@ -70,11 +72,13 @@ class NativeGenerator:
         for position in range(params.max_new_tokens):
             uniform = keyed_uniform(params.seed, draws[live.numpy()], samples[live.numpy()], position)
             drawn = sample(logits, params, uniform)
-            drawn_tokens = drawn.tokens.cpu()
+            drawn_tokens, drawn_logprobs = drawn.tokens.cpu(), drawn.logprobs.cpu()
+            if not drawn_logprobs.isfinite().all():
+                raise HeadwaterError("the policy's logits are not finite: its weights hold NaN or infinity")
             going = ~stopped[live]
             rows_going = live[going]
             tokens[rows_going, position] = drawn_tokens[going]
-            logprobs[rows_going, position] = drawn.logprobs.cpu()[going]
+            logprobs[rows_going, position] = drawn_logprobs[going]
             sampling_logprobs[rows_going, position] = drawn.sampling_logprobs.cpu()[going]
 
             ended = torch.isin(drawn_tokens, self._end_tokens) | self._hit_stop_string(

@@ -106,7 +106,7 @@ def _invert_cdf(logits: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tens
     below = torch.where(block > 0, block_cdf.gather(-1, (block - 1).clamp(min=0)), 0.0)
     rows = torch.arange(len(weights), device=weights.device)
     inner_cdf = blocks[rows, block[:, 0]].double().cumsum(-1)
-    tokens = block * _BLOCK + _first_above(inner_cdf, target - below)
+    tokens = (block * _BLOCK + _first_above(inner_cdf, target - below)).clamp(max=vocab - 1)
     return tokens[:, 0], block_cdf[:, -1].log().float() + peak[:, 0]
 
 
@@ -118,4 +118,4 @@ def _first_above(cdf: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """
     index = torch.searchsorted(cdf, target, right=True)
     last = torch.searchsorted(cdf, cdf[:, -1:].contiguous(), right=False)
-    return torch.minimum(index, last)
+    return torch.minimum(index, last).clamp(max=cdf.shape[-1] - 1)  # past the end only where the sums are NaN

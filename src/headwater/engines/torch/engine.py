@@ -40,7 +40,7 @@ class TorchEngine:
             attn_implementation=register_attention(),
             trust_remote_code=config.trust_remote_code,
         )
-        _require_full_attention(self.model, config.max_total_sequence_length)
+        _require_context(self.model, config.max_total_sequence_length)
         _disable_dropout(self.model)
         self.model.requires_grad_(trainable)
         self.model.to(device)  # pyright: ignore[reportArgumentType]
@@ -54,6 +54,13 @@ class TorchEngine:
     def num_trainable_parameters(self) -> int:
         """Count of the scalars that training changes."""
         return sum(param.numel() for param in self.model.parameters() if param.requires_grad)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """What the tensors of a checkpoint take, the moments included that the first step makes."""
+        weights = sum(tensor.numel() * tensor.element_size() for _, tensor in self.export_weights())
+        trainable = [param for param in self.model.parameters() if param.requires_grad]
+        return weights + sum(param.numel() * (8 if param.dtype == torch.float32 else 12) for param in trainable)
 
     @torch.no_grad()
     def logprobs(self, sequences: Sequence[TrainSequence]) -> list[torch.Tensor]:
@@ -150,12 +157,18 @@ def _cut(sequences: Sequence[TrainSequence], size: int) -> list[Sequence[TrainSe
     return [sequences[start : start + size] for start in range(0, len(sequences), size)]
 
 
-def _require_full_attention(model: PreTrainedModel, longest: int) -> None:
-    """Refuse a model whose layers would not attend to all `longest` tokens of a sequence.
+def _require_context(model: PreTrainedModel, longest: int) -> None:
+    """Refuse a model that was not made for `longest` tokens, or whose layers would not attend to all of them.
 
     The mask of packed rows is handed to every layer as it is, so a narrower window would be ignored.
     """
-    config = model.config
+    config = model.config.get_text_config()
+    context = getattr(config, "max_position_embeddings", None)
+    if context is not None and longest > context:
+        raise UserError(
+            f"policy.max_total_sequence_length ({longest}) exceeds the context of {type(model).__name__}: "
+            f"{context} tokens"
+        )
     other = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
     if other:
         raise UserError(f"{type(model).__name__} has {', '.join(sorted(other))} layers; only attention is supported")
@@ -172,5 +185,6 @@ def _disable_dropout(model: PreTrainedModel) -> None:
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-        if "attention_dropout" in vars(module):
-            vars(module)["attention_dropout"] = 0.0
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
+                vars(module)[name] = 0.0

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-# Rows of logits converted to fp32 at a time: small enough to stay in a CPU's cache.
-_ROWS = 64
+# Rows of logits converted to fp32 at a time: small enough for a CPU's cache, and to bound the memory on a GPU.
+_ROWS = {"cpu": 64}
+_ROWS_ON_DEVICE = 2048
 
 
 class _SelectedLogprobs(torch.autograd.Function):
@@ -38,7 +39,7 @@ class _SelectedLogprobs(torch.autograd.Function):
 
 
 def _slices(length: int, device: torch.device) -> list[slice]:
-    step = _ROWS if device.type == "cpu" else max(length, 1)
+    step = _ROWS.get(device.type, _ROWS_ON_DEVICE)
     return [slice(start, start + step) for start in range(0, length, step)]
 
 

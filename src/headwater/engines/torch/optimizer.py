@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from headwater.checkpoint.chunk import Chunk
 from headwater.config.schema import OptimizerConfig, SchedulerConfig
 from headwater.engines.torch.schedule import learning_rate_factor
+from headwater.errors import HeadwaterError
 
 STATE_PREFIX = "optimizer.state."
 _STATES = ("step", "exp_avg", "exp_avg_sq")
@@ -49,9 +51,18 @@ class MasterAdamW:
         self.steps = 0
 
     def step(self, max_grad_norm: float | None) -> tuple[float, float]:
-        """Clip to the global L2 norm, update masters and model, clear gradients. Returns (norm before clipping, lr)."""
+        """Clip to the global L2 norm, update masters and model, clear gradients. Returns (norm before clipping, lr).
+
+        Raises HeadwaterError, with weights and state untouched, where the norm is not finite.
+        """
         grads = [master.grad for master in self._masters.values() if master.grad is not None]
         norm = float(torch.nn.utils.get_total_norm(grads))
+        if not math.isfinite(norm):
+            self.zero_grad()
+            raise HeadwaterError(
+                f"the gradient norm is {norm} at optimizer step {self.steps + 1}: nothing was applied; lower "
+                "policy.optimizer.lr or look for a reward or loss that grows without bound"
+            )
         if max_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(self._masters.values(), max_grad_norm, torch.tensor(norm))
         lr = self._config.lr * learning_rate_factor(self._scheduler, self.steps)
