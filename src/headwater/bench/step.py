@@ -124,10 +124,14 @@ def _now() -> float:
 
 
 def table(result: Comparison) -> Table:
-    """Medians of each side, and the peer's time over it: median, with the lowest and highest step."""
-    view = Table(title="GRPO step", caption=result.machine)
-    for column in ("side", "s/step", "tokens generated", "tokens trained", "times faster (min-max)"):
-        view.add_column(column, justify="left" if column == "side" else "right")
+    """Medians of each side: seconds, completion tokens sampled and trained on, and the peer's time over its own.
+
+    The last with the lowest and the highest of the steps.
+    """
+    view = Table(title="GRPO step, medians", caption=result.machine)
+    view.add_column("side", no_wrap=True)
+    for column in ("s/step", "sampled", "trained", "times faster"):
+        view.add_column(column, justify="right", no_wrap=True)
     for side in (result.peer, result.every_group, result.skipping):
         ratios = result.ratios(side)
         view.add_row(
@@ -135,7 +139,7 @@ def table(result: Comparison) -> Table:
             f"{statistics.median(side.seconds):.2f}",
             f"{statistics.median(side.generated):.0f}",
             f"{statistics.median(side.trained):.0f}",
-            f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})",
+            f"{statistics.median(ratios):.2f} ({min(ratios):.1f}-{max(ratios):.1f})",
         )
     return view
 
@@ -158,7 +162,7 @@ def _run_peer(
     result: Comparison, runs: Sequence[Runtime], folder: Path, steps: int, warmup: int, console: Console
 ) -> None:
     from datasets import Dataset
-    from transformers import TrainerCallback
+    from transformers import PrinterCallback, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports, reportPrivateImportUsage]
 
     run = runs[0]
@@ -223,4 +227,5 @@ def _run_peer(
         ),
         callbacks=[Turns()],
     )
+    trainer.remove_callback(PrinterCallback)
     trainer.train()
