@@ -68,6 +68,11 @@ def test_bad_values(train, tmp_path: Path, override: str, parts: tuple[str, ...]
     assert_one_line(train(*words), *parts)
 
 
+def test_a_prompt_beyond_the_context(train, tmp_path: Path) -> None:
+    (tmp_path / "long.jsonl").write_text(f'{{"prompt": "{"x" * 2000}", "answer": "1"}}')
+    assert_one_line(train("data.train.dataset=long.jsonl"), "(row 0)", "policy.max_total_sequence_length")
+
+
 def test_an_unknown_recipe_names_the_known_ones(train) -> None:
     assert_one_line(train(recipe="grpo_tinny"), "grpo_tinny", "grpo_tiny")
 

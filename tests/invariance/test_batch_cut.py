@@ -63,10 +63,26 @@ def test_bf16_gradients_are_added_up_in_fp32(make_engine, recorded_rollout) -> N
         return losses_and_gradients(make_engine, recorded_rollout, *overrides)[1]
 
     one, eight = gradients(16), gradients(2)
-    assert all(gradient.dtype == torch.float32 for gradient in eight.values())
-    # Each microbatch rounds to bf16 once; sums kept in bf16 would round again at each of the eight.
     error = torch.cat([(one[name] - eight[name]).flatten() for name in one]).norm()
     assert error < 0.02 * torch.cat([gradient.flatten() for gradient in one.values()]).norm()
+
+    # Exactly the sum of what each microbatch gives alone: sums kept in bf16 would round at each of the eight.
+    engine = make_engine("policy.precision=bfloat16", "policy.train_micro_batch_size=2")
+
+    def loss(logprobs: torch.Tensor, _) -> tuple[torch.Tensor, dict]:
+        return logprobs.sum(), {}
+
+    parts = []
+    for start in range(0, 16, 2):
+        engine.forward_backward(recorded_rollout[start : start + 2], loss, 7.0)
+        parts.append(engine.optimizer.gradients())
+        engine.optimizer.zero_grad()
+    engine.forward_backward(recorded_rollout, loss, 7.0)
+    for name, gradient in engine.optimizer.gradients().items():
+        total = torch.zeros_like(gradient)
+        for part in parts:
+            total += part[name]
+        assert torch.equal(gradient, total), name
 
 
 def test_rows_of_any_capacity_give_the_same_logprobs(make_engine, recorded_rollout) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 from headwater.data.types import Message
 from headwater.errors import UserError
 
+_QUIET = {"verbose": False}  # a prompt beyond the tokenizer's limit is refused by `check_fits`, in one line
+
 
 def encode_prompt(tokenizer: Any, messages: Sequence[Message]) -> tuple[int, ...]:
     """Token ids [P] of the conversation with the generation prompt appended, by the tokenizer's chat template.
@@ -23,7 +25,7 @@ def encode_prompt(tokenizer: Any, messages: Sequence[Message]) -> tuple[int, ...
                 f"the tokenizer has no chat template to join {len(messages)} turns: use one of an instruct model "
                 "(policy.tokenizer.name), or prompts of one turn and no data.system_prompt"
             )
-        token_ids = tokenizer(messages[-1]["content"]).input_ids
+        token_ids = tokenizer(messages[-1]["content"], **_QUIET).input_ids
     else:
         token_ids = _apply_template(tokenizer, messages)
     if not token_ids:
@@ -46,7 +48,13 @@ def _apply_template(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
 
     turns = [dict(message) for message in messages]
     try:
-        return tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=False)
+        return tokenizer.apply_chat_template(
+            turns,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
+            tokenizer_kwargs=_QUIET,
+        )
     except TemplateError as error:
         roles = ", ".join(turn["role"] for turn in turns)
         raise UserError(
