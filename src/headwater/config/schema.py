@@ -123,6 +123,8 @@ class PolicyConfig(Strict):
     """Run code that ships in the model's folder."""
     precision: Literal["bfloat16", "float32"] = "bfloat16"
     """Of the weights in the forward and backward pass; master weights are fp32 always."""
+    fp32_lm_head: bool = False
+    """Compute logits in fp32 under a bf16 model: trainer and generator disagree less, for a slower head."""
     max_total_sequence_length: PositiveInt = 1024
     """Prompt and completion together, in tokens."""
     train_global_batch_size: PositiveInt

@@ -15,6 +15,7 @@ from headwater.data.packing import PackedBatch, pack
 from headwater.data.types import TrainSequence
 from headwater.engines.attention import register_attention
 from headwater.engines.base import ForwardBackward, LossFn, OptimStep
+from headwater.engines.head import Fp32Head
 from headwater.engines.torch.logprobs import selected_logprobs
 from headwater.engines.torch.optimizer import STATE_PREFIX, MasterAdamW
 from headwater.errors import UserError
@@ -42,6 +43,7 @@ class TorchEngine:
         )
         _require_context(self.model, config.max_total_sequence_length)
         _disable_dropout(self.model)
+        self._fp32_head = _fp32_head(self.model) if config.fp32_lm_head else None
         self.model.requires_grad_(trainable)
         self.model.to(device)  # pyright: ignore[reportArgumentType]
         self.model.train(trainable and config.torch_cfg.activation_checkpointing)
@@ -94,6 +96,8 @@ class TorchEngine:
         self._move(self._device)
 
     def _move(self, device: torch.device) -> None:
+        if self._fp32_head is not None:
+            self._fp32_head.release()
         self.model.to(device)  # pyright: ignore[reportArgumentType]
         if self.optimizer is not None:
             self.optimizer.move(device)
@@ -151,6 +155,13 @@ class TorchEngine:
             ).logits
         finally:
             handle.remove()
+
+
+def _fp32_head(model: PreTrainedModel) -> Fp32Head:
+    head = model.get_output_embeddings()
+    if not isinstance(head, torch.nn.Linear):
+        raise UserError(f"policy.fp32_lm_head: {type(model).__name__} has no linear head; set it to false")
+    return Fp32Head(head)
 
 
 def _cut(sequences: Sequence[TrainSequence], size: int) -> list[Sequence[TrainSequence]]:
