@@ -45,7 +45,7 @@ class Checkpoint:
             raise UserError(f"{folder}: not a committed checkpoint (it has no manifest.json)")
         manifest = read_manifest(folder)
         for file in manifest.files:
-            problem = _file_problem(folder, file)
+            problem = file_problem(folder, file)
             if problem:
                 raise CorruptCheckpointError(problem)
         return cls(folder, manifest)
@@ -190,7 +190,7 @@ def _chunk_problem(path: Path, box: ChunkEntry) -> str:
     return f"{path}: chunk {box.name} does not match its digest in the manifest: the file is corrupt"
 
 
-def _file_problem(folder: Path, file: FileEntry) -> str | None:
+def file_problem(folder: Path, file: FileEntry) -> str | None:
     """What is wrong with a listed file without reading it; a link out of the folder is."""
     path = folder / file.path
     try:
@@ -221,7 +221,7 @@ def verify(checkpoint: Checkpoint, on_bytes: OnBytes | None = None) -> list[str]
     problems: list[str] = []
     readers = {name: checkpoint.component(name) for name in checkpoint.components()}
     for file in checkpoint.manifest.files:
-        problem = _file_problem(checkpoint.folder, file)
+        problem = file_problem(checkpoint.folder, file)
         if problem:
             problems.append(problem)
             continue
