@@ -1,4 +1,4 @@
-"""`headwater ckpt`: look at checkpoints, hash them again, compare two."""
+"""`headwater ckpt`: look at checkpoints, hash them again, compare two, export one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NAMES_SHOWN = 5
 
 def add_parser(subparsers: Any) -> None:
     """Add `ckpt` and its sub-commands."""
-    parser = subparsers.add_parser("ckpt", help="list, show, verify and compare checkpoints")
+    parser = subparsers.add_parser("ckpt", help="list, show, verify, compare and export checkpoints")
     commands = parser.add_subparsers(dest="ckpt_command", required=True, metavar="COMMAND")
     ls = commands.add_parser("ls", help="list the checkpoints of a run")
     ls.add_argument("dir", metavar="DIR", help="a run's checkpoint folder")
@@ -45,6 +45,13 @@ def add_parser(subparsers: Any) -> None:
     diff.add_argument("b", metavar="B", help=_CKPT_HELP)
     diff.add_argument("--json", action="store_true", help="print the differences as JSON")
     diff.set_defaults(run=run_diff)
+    export = commands.add_parser("export", help="write a checkpoint in another format")
+    export.add_argument("ckpt", metavar="CKPT", help=_CKPT_HELP)
+    export.add_argument("output", metavar="OUTPUT", help="folder to make; it must not exist, or be empty")
+    export.add_argument("--to", choices=("hf", "dcp"), required=True, help="a Hugging Face model, or torch DCP")
+    export.add_argument("--component", default="policy", help="which part of the checkpoint (default: policy)")
+    export.add_argument("--model", help="hf: the model trained, for its config.json (default: the run's model_name)")
+    export.set_defaults(run=run_export)
 
 
 def run_ls(args: argparse.Namespace) -> int:
@@ -148,6 +155,26 @@ def run_diff(args: argparse.Namespace) -> int:
     else:
         print("\n".join(_diff_lines(result)))
     return 0 if result.identical else 1
+
+
+def run_export(args: argparse.Namespace) -> int:
+    """Write a checkpoint as a Hugging Face or a torch DCP folder: 0 if it is there, whole."""
+    from headwater.checkpoint.export import export_dcp, stored_bytes
+    from headwater.checkpoint.export_hf import export_hf, trained_model, weights_bytes
+
+    checkpoint, output = _open(args.ckpt), Path(args.output).expanduser()
+    if args.to == "hf":
+        model = trained_model(checkpoint, args.component, args.model)
+        with _progress("exporting", weights_bytes(checkpoint, args.component)) as advance:
+            count = export_hf(checkpoint, args.component, output, model, advance)
+    else:
+        if args.model is not None:
+            raise UserError("--model is for --to hf: a torch DCP folder describes no model")
+        reader = checkpoint.component(args.component)
+        with _progress("exporting", stored_bytes(reader, reader.names())) as advance:
+            count = export_dcp(checkpoint, args.component, output, advance)
+    print(f"{output}: {count} tensors of {checkpoint.folder.name}")
+    return 0
 
 
 def _diff_lines(result: Diff) -> list[str]:

@@ -92,8 +92,8 @@ def save_fsdp(root: Path) -> str:
     weights, moments = get_state_dict(model, optimizer)
     writer = HeadwaterWriter(root / "fsdp", 2)
     dcp.save({"model": weights, "optimizer": moments}, storage_writer=writer)
-    full = {f"model.{name}": value.full_tensor() for name, value in weights.items()}  # pyright: ignore
-    for name, state in moments["state"].items():  # pyright: ignore
+    full = {f"model.{name}": value.full_tensor() for name, value in weights.items()}
+    for name, state in moments["state"].items():
         full |= {
             f"optimizer.state.{name}.{key}": value.full_tensor() if isinstance(value, DTensor) else value
             for key, value in state.items()

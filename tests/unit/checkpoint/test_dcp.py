@@ -1,4 +1,4 @@
-"""DCP over Headwater's format. `dcp_ranks.py` runs once in a real group of two processes; this one is a group of one."""
+"""DCP over Headwater's format: `dcp_ranks.py` runs once in a group of two processes, this one is a group of one."""
 
 import json
 import os
@@ -233,7 +233,7 @@ def test_an_asynchronous_save_commits_what_it_was_given(root: Path):
     try:
         saving = dcp.async_save({"w": tensor}, storage_writer=HeadwaterWriter(root, 1))
         tensor.zero_()
-        saving.result(timeout=60)  # pyright: ignore
+        saving.result(timeout=60)
     finally:
         torch.distributed.destroy_process_group()
     assert torch.equal(newest(root).component("policy").read("w"), torch.ones(5))

@@ -1,0 +1,207 @@
+"""A checkpoint as a Hugging Face model folder.
+
+Weights come from the checkpoint as they are stored, the tokenizer too; what describes the model, its configuration
+and generation defaults, is copied from the model's own folder.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+import yaml
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from headwater.checkpoint.digest import digest_bytes
+from headwater.checkpoint.dtypes import DTYPES
+from headwater.checkpoint.export import new_output, stored_bytes
+from headwater.checkpoint.manifest import CorruptCheckpointError, FileEntry
+from headwater.checkpoint.reader import Checkpoint, ComponentReader, OnBytes
+from headwater.errors import BlockedError, UserError
+from headwater.models.resolve import model_identity, read_config, remote_code, resolve, shorten
+from headwater.models.weights import WeightShapes, weight_shapes
+
+MAX_SHARD_BYTES = 5_000_000_000
+_OPTIMIZER = "optimizer."
+_UNKNOWN_MODEL = "unknown"
+# What a state dict's weights may be called by: as they are, or under {"model": ...}, as FSDP programs save them.
+_PREFIXES = ("", "model.")
+_TOKENIZER_FILES = ("tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json")
+_TOKENIZER_FILES += ("chat_template*", "*.model", "*.tiktoken")
+
+
+def export_hf(
+    checkpoint: Checkpoint,
+    component: str,
+    output: Path,
+    model: Path,
+    on_bytes: OnBytes | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> int:
+    """Write a component's weights as a folder for `AutoModelForCausalLM.from_pretrained`; returns their number.
+
+    model: folder of the model that was trained; nothing but its description is taken from it.
+    on_bytes: called with the number of bytes read since the last call. One shard is in memory at a time.
+    Raises UserError where the weights are not exactly those of the model, the checkpoint is corrupt, or `new_output`
+    does. The names are checked without running code that ships with a model: for such a model, not at all.
+    """
+    reader = checkpoint.component(component)
+    names = _weights(checkpoint, reader, model)
+    with new_output(output, checkpoint, stored_bytes(reader, list(names.values()))) as folder:
+        _copy_description(model, folder, _common_dtype(reader, names))
+        _copy_tokenizer(checkpoint, model, folder)
+        try:
+            _write_weights(folder, reader, names, on_bytes, max_shard_bytes)
+        except SafetensorError as error:
+            raise UserError(f"{output}: cannot be written: {' '.join(str(error).split())}") from error
+    return len(names)
+
+
+def weights_bytes(checkpoint: Checkpoint, component: str) -> int:
+    """How many bytes an export reads, for a progress bar."""
+    reader = checkpoint.component(component)
+    return stored_bytes(reader, [name for name in reader.names() if not name.startswith(_OPTIMIZER)])
+
+
+def trained_model(checkpoint: Checkpoint, component: str, name: str | None) -> Path:
+    """The folder of the model that a component was trained from.
+
+    name: as `policy.model_name` takes it, or a folder with a config.json; None asks the run's configuration.
+    Looks in the caches first, so that no network is needed for what is there.
+    Raises UserError with the remedy where neither tells, or as `models.resolve` does.
+    """
+    remedy = ""
+    trusted = False
+    if name is None:
+        name, trusted = _configured(checkpoint, component)
+        remedy = f" ({component}.model_name of the run; --model MODEL names another place of it)"
+    folder = Path(name).expanduser()
+    if (folder / "config.json").is_file():
+        return folder
+    try:
+        try:
+            return resolve(name, trust_remote_code=trusted, offline=True)
+        except BlockedError:
+            return resolve(name, trust_remote_code=trusted)
+    except (UserError, BlockedError) as error:
+        raise type(error)(f"{error}{remedy}") from None
+
+
+def _configured(checkpoint: Checkpoint, component: str) -> tuple[str, bool]:
+    entry = next((file for file in checkpoint.manifest.files if file.path == "config.yaml"), None)
+    if entry is None:
+        raise UserError(f"{checkpoint.folder} has no config.yaml that names its model: give --model MODEL")
+    try:
+        section = yaml.safe_load(_read_checked(checkpoint, entry))[component]
+        return str(section["model_name"]), section.get("trust_remote_code") is True
+    except (yaml.YAMLError, LookupError, TypeError, AttributeError):
+        where = checkpoint.folder / entry.path
+        raise UserError(f"{where} has no {component}.model_name: give --model MODEL") from None
+
+
+def _weights(checkpoint: Checkpoint, reader: ComponentReader, model: Path) -> dict[str, str]:
+    """The name in the checkpoint of each weight, by its name in the model. Raises UserError if they do not fit."""
+    identity, given = checkpoint.manifest.model_identity, model_identity(model)
+    if identity not in (given, _UNKNOWN_MODEL):
+        raise UserError(f"{checkpoint.folder} is a checkpoint of {identity}, {model} is {given}: give its own model")
+    stored = {name: reader.boxes(name)[0].global_shape for name in reader.names() if not name.startswith(_OPTIMIZER)}
+    if remote_code(model):
+        return {name: name for name in stored}
+    expected = weight_shapes(model)
+    prefix = next((prefix for prefix in _PREFIXES if all(prefix + name in stored for name in expected.required)), "")
+    problems = _misfits({name.removeprefix(prefix): shape for name, shape in stored.items()}, expected)
+    if problems:
+        raise UserError(f"{checkpoint.folder} does not hold the weights of {model}: {problems}")
+    return {name: prefix + name for name in expected.required}
+
+
+def _misfits(stored: Mapping[str, tuple[int, ...]], expected: WeightShapes) -> str:
+    missing = [name for name in expected.required if name not in stored]
+    extra = [name for name in stored if name not in expected.all]
+    misshapen = [name for name in stored if stored[name] != expected.all.get(name, stored[name])]
+    found = (("missing", missing), ("unexpected", extra), ("misshapen", misshapen))
+    return "; ".join(f"{what} {shorten(names)}" for what, names in found if names)
+
+
+def _common_dtype(reader: ComponentReader, names: Mapping[str, str]) -> str | None:
+    """torch's name of the dtype that most weights have: what transformers loads them in by default."""
+    counts: Counter[torch.dtype] = Counter()
+    for name in names.values():
+        box = reader.boxes(name)[0]
+        if DTYPES[box.dtype].is_floating_point:
+            counts[DTYPES[box.dtype]] += torch.Size(box.global_shape).numel()
+    return str(counts.most_common(1)[0][0]).removeprefix("torch.") if counts else None
+
+
+def _copy_description(model: Path, folder: Path, dtype: str | None) -> None:
+    config = read_config(model)
+    if dtype is not None:
+        config["dtype" if "dtype" in config else "torch_dtype"] = dtype
+    _write_json(folder / "config.json", config)
+    extra = [model / "generation_config.json", *(sorted(model.glob("*.py")) if remote_code(model) else [])]
+    for path in extra:
+        if path.is_file():
+            (folder / path.name).write_bytes(path.read_bytes())
+
+
+def _copy_tokenizer(checkpoint: Checkpoint, model: Path, folder: Path) -> None:
+    """The checkpoint's own; a checkpoint without one gets the model's."""
+    entries = [file for file in checkpoint.manifest.files if file.path.startswith("tokenizer/")]
+    for entry in entries:
+        path = folder / PurePosixPath(entry.path).relative_to("tokenizer")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "xb") as file:  # never over the configuration
+            file.write(_read_checked(checkpoint, entry))
+    if not entries:
+        for path in {path for pattern in _TOKENIZER_FILES for path in model.glob(pattern) if path.is_file()}:
+            (folder / path.name).write_bytes(path.read_bytes())
+
+
+def _write_weights(
+    folder: Path, reader: ComponentReader, names: Mapping[str, str], on_bytes: OnBytes | None, max_shard_bytes: int
+) -> None:
+    shards: list[list[str]] = [[]]
+    sizes = [0]
+    for name in names:
+        size = stored_bytes(reader, [names[name]])
+        if shards[-1] and sizes[-1] + size > max_shard_bytes:
+            shards.append([])
+            sizes.append(0)
+        shards[-1].append(name)
+        sizes[-1] += size
+    files = ["model.safetensors"]
+    if len(shards) > 1:
+        files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+        weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+        _write_json(
+            folder / "model.safetensors.index.json", {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
+        )
+    for file, shard in zip(files, shards, strict=True):
+        tensors: dict[str, torch.Tensor] = {}
+        for name in shard:
+            tensors[name] = reader.read(names[name])
+            if on_bytes:
+                on_bytes(tensors[name].nbytes)
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        # safetensors makes files that nobody else can read.
+        (folder / file).chmod((folder / "config.json").stat().st_mode & 0o777)
+
+
+def _read_checked(checkpoint: Checkpoint, entry: FileEntry) -> bytes:
+    path = checkpoint.folder / entry.path
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    if digest_bytes(data) != entry.checksum:
+        raise CorruptCheckpointError(f"{path}: does not match its checksum in the manifest: it was altered")
+    return data
+
+
+def _write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
