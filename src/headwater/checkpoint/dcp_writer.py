@@ -108,7 +108,7 @@ class HeadwaterWriter(StorageWriter):
     step: of this save. Saving a step again makes a new folder, which wins once it commits.
     component: name of the sub-folder that the tensors go to; lower case.
     run_id, model_identity: recorded in the manifest; one printable line each.
-    After the save, `self.folder` is the new checkpoint on every rank, except where `async_save` uses a process of its own.
+    After the save, `self.folder` is the new checkpoint on every rank, unless `async_save` used a process of its own.
 
     `dcp.save` raises CheckpointException, which holds the ranks' own errors: UserError for a value that needs pickle,
     a dtype that cannot be stored, or a file system that refuses; HeadwaterError where the written bytes are not the

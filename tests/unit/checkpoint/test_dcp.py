@@ -291,6 +291,20 @@ def test_another_process_that_holds_the_folder_is_respected(root: Path):
     save_dcp(root, w=torch.ones(1))
 
 
+def test_the_folder_is_free_again_after_a_save(root: Path):
+    writer = HeadwaterWriter(root, 1)
+    dcp.save({"w": torch.ones(1)}, storage_writer=writer)
+    preflight.prepare(root).close()
+
+
+def test_a_planner_that_hides_the_values_is_refused(root: Path):
+    class Opaque(DefaultSavePlanner):
+        lookup_object = None
+
+    error = error_of(lambda: dcp.save({"step": 1}, storage_writer=HeadwaterWriter(root, 1), planner=Opaque()))
+    assert "Opaque has no lookup_object" in str(error)
+
+
 def test_a_save_with_too_little_space_is_refused_before_it_begins(root: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(preflight, "free_bytes", lambda folder: 4000)
     assert "4.0 kB is free" in str(error_of(lambda: save_dcp(root, w=torch.ones(1000))))
