@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from headwater.checkpoint.dtype_sizes import ITEMSIZES
+
+__all__ = ["DTYPES", "ITEMSIZES", "dtype_name"]
+
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -21,7 +25,6 @@ DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-ITEMSIZES: dict[str, int] = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 

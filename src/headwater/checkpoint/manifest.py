@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from headwater.checkpoint.digest import digest_bytes
-from headwater.checkpoint.dtypes import ITEMSIZES
+from headwater.checkpoint.byte_digest import digest_bytes
+from headwater.checkpoint.dtype_sizes import ITEMSIZES
 from headwater.errors import UserError
 
 FORMAT_VERSION = 1

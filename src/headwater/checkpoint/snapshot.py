@@ -31,10 +31,6 @@ class StagedChunk:
     live_digest: int
     data: np.ndarray
 
-    @property
-    def is_whole(self) -> bool:
-        return self.shape == self.global_shape
-
 
 def snapshot(chunks: Iterable[Chunk]) -> list[StagedChunk]:
     """Digest every live tensor, then copy every one into host memory of its own.

@@ -1,22 +1,17 @@
-"""The second state of a save: bytes on disk, synced, with digests of what was written.
-
-The format is safetensors. The header is padded so that the data begins on a page, and chunks go by falling
-element size, so that all are aligned and there are no holes.
-"""
+"""The second state of a save: bytes on disk, synced, with digests of what was written."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from headwater.checkpoint.digest import Digester, digest_bytes
-from headwater.checkpoint.dtypes import ITEMSIZES
+from headwater.checkpoint.byte_digest import Digester, digest_bytes
+from headwater.checkpoint.layout import PAGE, Box, lay_out
 from headwater.checkpoint.snapshot import StagedChunk
 
-PAGE = 4096
+__all__ = ["PAGE", "WrittenChunk", "WrittenFile", "sync_existing", "write_bytes", "write_chunks"]
 
 
 @dataclass(frozen=True)
@@ -37,34 +32,26 @@ class WrittenChunk:
     digest: int
 
 
-def tensor_name(chunk: StagedChunk) -> str:
-    """The chunk's name inside of the file: its own, with the offset behind it if it is a part."""
-    return chunk.name if chunk.is_whole else f"{chunk.name}@{','.join(map(str, chunk.offset))}"
-
-
 def write_chunks(path: Path, chunks: Sequence[StagedChunk]) -> tuple[WrittenFile, list[WrittenChunk]]:
     """Write one new safetensors file and sync it.
 
     Returns the file's size and checksum, and each chunk's place and digest in the order they were written.
     Raises OSError as the file system does, FileExistsError included.
     """
-    ordered = sorted(chunks, key=lambda chunk: -ITEMSIZES[chunk.dtype])
-    header = _header(ordered)
+    layout = lay_out([Box(c.name, c.dtype, c.shape, c.global_shape, c.offset) for c in chunks])
     checksum = Digester()
     written: list[WrittenChunk] = []
-    position = len(header)
     with open(path, "xb") as file:
-        file.write(header)
-        checksum.update(header)
-        for chunk in ordered:
+        file.write(layout.header)
+        checksum.update(layout.header)
+        for index in layout.order:
+            chunk = chunks[index]
             file.write(chunk.data.data)
             checksum.update(chunk.data)
-            end = position + chunk.data.nbytes
-            written.append(WrittenChunk(chunk, position, end, digest_bytes(chunk.data)))
-            position = end
+            written.append(WrittenChunk(chunk, *layout.ranges[index], digest_bytes(chunk.data)))
         file.flush()
         os.fsync(file.fileno())
-    return WrittenFile(position, checksum.value()), written
+    return WrittenFile(layout.size, checksum.value()), written
 
 
 def write_bytes(path: Path, data: bytes) -> WrittenFile:
@@ -82,19 +69,3 @@ def sync_existing(path: Path) -> WrittenFile:
         os.fsync(file.fileno())
         data = file.read()
     return WrittenFile(len(data), digest_bytes(data))
-
-
-def _header(ordered: Sequence[StagedChunk]) -> bytes:
-    """Length (8 bytes, little-endian) and JSON, padded with spaces so that the data begins on a page."""
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    position = 0
-    for chunk in ordered:
-        name = tensor_name(chunk)
-        if name in entries:
-            raise ValueError(f"two chunks would be called {name} in one file")
-        end = position + chunk.data.nbytes
-        entries[name] = {"dtype": chunk.dtype, "shape": list(chunk.shape), "data_offsets": [position, end]}
-        position = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % PAGE)
-    return len(text).to_bytes(8, "little") + text
