@@ -16,15 +16,18 @@ class Chunk:
     tensor: the local box, on any device, with any strides. Never cached between saves.
     global_shape: shape of the whole tensor.
     offset: index of the box's first element in the whole tensor, one number a dimension.
+    changes_in_forward: whether a forward pass writes it, as it does running statistics; others change only behind
+        their engine's fence.
     """
 
     name: str
     tensor: torch.Tensor
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
+    changes_in_forward: bool = False
 
     @classmethod
-    def whole(cls, name: str, tensor: torch.Tensor) -> Chunk:
+    def whole(cls, name: str, tensor: torch.Tensor, *, changes_in_forward: bool = False) -> Chunk:
         """A chunk that is the whole tensor."""
         shape = tuple(tensor.shape)
-        return cls(name, tensor, shape, (0,) * len(shape))
+        return cls(name, tensor, shape, (0,) * len(shape), changes_in_forward)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,13 +40,7 @@ def snapshot(chunks: Iterable[Chunk]) -> list[StagedChunk]:
     outside of its global tensor, or a dtype that cannot be stored.
     """
     chunks = list(chunks)
-    seen: set[tuple[str, tuple[int, ...]]] = set()
-    for chunk in chunks:
-        _check_box(chunk)
-        _check_storage(chunk)
-        if (chunk.name, chunk.offset) in seen:
-            raise ValueError(f"chunk {chunk.name} at offset {chunk.offset} is given twice")
-        seen.add((chunk.name, chunk.offset))
+    check_chunks(chunks)
     digests = [digest(chunk.tensor) for chunk in chunks]
     return [
         StagedChunk(
@@ -60,6 +54,17 @@ def snapshot(chunks: Iterable[Chunk]) -> list[StagedChunk]:
         )
         for chunk, live in zip(chunks, digests, strict=True)
     ]
+
+
+def check_chunks(chunks: Sequence[Chunk]) -> None:
+    """Refuse what cannot be saved; raises as `snapshot` does."""
+    seen: set[tuple[str, tuple[int, ...]]] = set()
+    for chunk in chunks:
+        _check_box(chunk)
+        _check_storage(chunk)
+        if (chunk.name, chunk.offset) in seen:
+            raise ValueError(f"chunk {chunk.name} at offset {chunk.offset} is given twice")
+        seen.add((chunk.name, chunk.offset))
 
 
 def _host_copy(tensor: torch.Tensor) -> np.ndarray:

@@ -1,0 +1,223 @@
+"""The `native` strategy: training pays for staging alone; a supervised process writes and commits.
+
+save() ──> lease a buffer ──> stage ──> (background) request ──> supervisor ──> writer process ──> commit ──> done()
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from headwater.checkpoint.chunk import Chunk
+from headwater.checkpoint.fence import Fence
+from headwater.checkpoint.host_buffer import BufferPool, Lease, shared_file
+from headwater.checkpoint.manifest import ChunkEntry
+from headwater.checkpoint.staging import ComponentPlan, Planner, Stager, Staging
+from headwater.checkpoint.supervisor import Job, Supervisor
+from headwater.checkpoint.write_request import WriteRequest
+from headwater.errors import HeadwaterError
+
+_BUSY_TIMEOUT_S = 3600.0
+
+
+@dataclass(frozen=True)
+class SaveOrder:
+    """What to save. chunks: of each component. small_files: path in the folder and content."""
+
+    step: int
+    chunks: Mapping[str, Sequence[Chunk]]
+    small_files: dict[str, bytes]
+    run_id: str
+    weight_version: int
+    model_identity: str
+    saved_at_ns: int
+
+
+@dataclass
+class SaveResult:
+    """How a save ended. measured: seconds and bytes, by metric name without its group. error: None if committed."""
+
+    step: int
+    folder: Path | None = None
+    entries: tuple[ChunkEntry, ...] = ()
+    measured: dict[str, float] = field(default_factory=dict)
+    error: HeadwaterError | None = None
+
+
+class NativeSaver:
+    """Saves into `root` through a writer process.
+
+    lock_fd: the lock on `root`, held by the writer too, so that no other run begins while one still writes.
+    silence_s: see `Supervisor`. done: called with each save's result, in a background thread.
+    """
+
+    def __init__(self, root: Path, lock_fd: int, silence_s: float, done: Callable[[SaveResult], None]) -> None:
+        self._root = root
+        self._done = done
+        self._planner = Planner()
+        self._pool = BufferPool(root)
+        self._stager = Stager()
+        self._supervisor = Supervisor(silence_s, extra_fd=lock_fd)
+        self._changed = threading.Condition()
+        self._pending: dict[str, int] = {}
+        self._staging: list[Staging] = []
+        self.busy_s = 0.0
+        self.skipped = 0
+
+    @property
+    def pending(self) -> int:
+        """Saves that are neither committed nor failed."""
+        return len(self._pending)
+
+    @property
+    def writer_restarts(self) -> int:
+        return self._supervisor.restarts
+
+    @property
+    def writer_pid(self) -> int | None:
+        return self._supervisor.writer_pid
+
+    def prepare(self, sizes: Mapping[str, int], pin: bool) -> None:
+        """Make buffers ready in the background. sizes: bytes of each component. pin: whether CUDA copies into them."""
+        self._pool.prepare({name: nbytes + nbytes // 100 + (4 << 20) for name, nbytes in sizes.items()}, pin)
+
+    def save(self, order: SaveOrder, fences: Iterable[Fence], skip_when_busy: bool) -> bool:
+        """Stage; False where no buffer was free and that means to skip.
+
+        Raises as `snapshot` does, UserError where there is no memory, HeadwaterError where no buffer gets free.
+        """
+        plans = {name: self._planner.plan(parts) for name, parts in order.chunks.items()}
+        sizes = {name: plan.layout.size for name, plan in plans.items()}
+        pin = any(chunk.tensor.is_cuda for parts in order.chunks.values() for chunk in parts)
+        lease = self._acquire(sizes, pin, order.step, skip_when_busy)
+        if lease is None:
+            self.skipped += 1
+            return False
+        save = secrets.token_hex(16)
+        with self._changed:
+            self._pending[save] = order.step
+        try:
+            staging = self._stager.stage(
+                f"step {order.step}",
+                order.chunks,
+                plans,
+                lease,
+                lambda staging: self._staged(save, order, plans, lease, staging),
+            )
+        except BaseException:
+            lease.release()
+            self._forget(save)
+            raise
+        self._staging = [other for other in self._staging if not other.done] + [staging]
+        for fence in fences:
+            fence.register(staging)
+        return True
+
+    def _acquire(self, sizes: Mapping[str, int], pin: bool, step: int, skip_when_busy: bool) -> Lease | None:
+        started = time.perf_counter()
+        lease = self._pool.acquire(sizes, pin, 0.0 if skip_when_busy else _BUSY_TIMEOUT_S)
+        self.busy_s += time.perf_counter() - started
+        if lease is None and not skip_when_busy:
+            raise HeadwaterError(
+                f"saving step {step}: no staging buffer got free in {_BUSY_TIMEOUT_S:g} s, "
+                f"{self.pending} saves are still being written"
+            )
+        return lease
+
+    def _staged(
+        self, save: str, order: SaveOrder, plans: Mapping[str, ComponentPlan], lease: Lease, staging: Staging
+    ) -> None:
+        """In the staging thread: hand the save over to the writer."""
+        result = SaveResult(order.step, measured={"stage_s": staging.seconds})
+        fd = -1
+        try:
+            if staging.error is not None:
+                raise staging.error
+            result.entries = tuple(_entries(plans, staging.digests))
+            request = WriteRequest(
+                save=save,
+                rank=0,
+                step=order.step,
+                run_id=order.run_id,
+                weight_version=order.weight_version,
+                model_identity=order.model_identity,
+                saved_at_ns=order.saved_at_ns,
+                chunks=result.entries,
+                images=tuple((_path(name), plan.layout.size) for name, plan in plans.items()),
+                small=order.small_files,
+            )
+            fd = shared_file(self._root)
+            json_bytes = request.to_memfd(fd)
+        except Exception as error:
+            if fd >= 0:
+                os.close(fd)
+            lease.release()
+            result.error = HeadwaterError(f"staging of step {order.step} failed: {error}")
+            self._end(save, result)
+            return
+
+        def written(job: Job, measured: dict[str, float], error: HeadwaterError | None) -> None:
+            result.folder = job.folder if error is None else None
+            result.measured |= measured
+            result.error = error
+            self._end(save, result)
+
+        self._supervisor.submit(Job(self._root, request, fd, json_bytes, lease, tuple(plans), written))
+
+    def _end(self, save: str, result: SaveResult) -> None:
+        try:
+            self._done(result)
+        finally:
+            self._forget(save)
+
+    def _forget(self, save: str) -> None:
+        with self._changed:
+            self._pending.pop(save, None)
+            self._changed.notify_all()
+
+    def wait_staged(self, timeout: float) -> None:
+        """Return when no live tensor is read any more. Raises HeadwaterError after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        for staging in self._staging:
+            staging.wait(max(0.0, deadline - time.monotonic()))
+        self._staging = []
+
+    def wait_committed(self, timeout: float) -> None:
+        """Return when every save so far has ended. Raises HeadwaterError after `timeout` seconds."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._pending, timeout):
+                steps = ", ".join(map(str, sorted(self._pending.values())))
+                raise HeadwaterError(f"the checkpoint of step {steps} is not committed after {timeout:g} s")
+
+    def close(self) -> None:
+        """End the threads and the writer; saves that have not ended are lost."""
+        self._stager.close()
+        self._supervisor.close()
+        self._pool.close()
+
+
+def _path(component: str) -> str:
+    return f"{component}/rank-00000.safetensors"
+
+
+def _entries(plans: Mapping[str, ComponentPlan], digests: Mapping[str, Sequence[int]]) -> Iterable[ChunkEntry]:
+    for name, plan in plans.items():
+        for index in plan.layout.order:
+            box, (begin, end) = plan.boxes[index], plan.layout.ranges[index]
+            yield ChunkEntry(
+                component=name,
+                name=box.name,
+                global_shape=box.global_shape,
+                offset=box.offset,
+                shape=box.shape,
+                dtype=box.dtype,
+                file=_path(name),
+                begin=begin,
+                end=end,
+                digest=digests[name][index],
+            )
