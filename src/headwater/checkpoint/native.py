@@ -66,7 +66,7 @@ class NativeSaver:
         self._changed = threading.Condition()
         self._pending: dict[str, int] = {}
         self._staging: list[Staging] = []
-        self.busy_s = 0.0
+        self._busy_s = 0.0
         self.skipped = 0
 
     @property
@@ -81,6 +81,11 @@ class NativeSaver:
     @property
     def writer_pid(self) -> int | None:
         return self._supervisor.writer_pid
+
+    def take_busy_s(self) -> float:
+        """Seconds that saves waited for a buffer since the last call of this."""
+        busy, self._busy_s = self._busy_s, 0.0
+        return busy
 
     def prepare(self, sizes: Mapping[str, int], pin: bool) -> None:
         """Make buffers ready in the background. sizes: bytes of each component. pin: whether CUDA copies into them."""
@@ -121,7 +126,7 @@ class NativeSaver:
     def _acquire(self, sizes: Mapping[str, int], pin: bool, step: int, skip_when_busy: bool) -> Lease | None:
         started = time.perf_counter()
         lease = self._pool.acquire(sizes, pin, 0.0 if skip_when_busy else _BUSY_TIMEOUT_S)
-        self.busy_s += time.perf_counter() - started
+        self._busy_s += time.perf_counter() - started
         if lease is None and not skip_when_busy:
             raise HeadwaterError(
                 f"saving step {step}: no staging buffer got free in {_BUSY_TIMEOUT_S:g} s, "

@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import time
 from pathlib import Path
 from typing import IO
 
 from headwater.errors import UserError
 
 LOCK_NAME = ".lock"
+_WRITER_ENDS_S = 10.0
 _ELSEWHERE = "set checkpointing.checkpoint_dir to a folder that is writable and has room"
 _REMEDIES = {
     errno.ENOSPC: "free space there, or lower checkpointing.keep_latest_k",
@@ -54,10 +56,9 @@ def prepare(root: Path) -> IO[str]:
 
 def _lock(root: Path, lock: IO[str]) -> None:
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _take(lock)
     except BlockingIOError:
-        lock.seek(0)
-        holder = lock.read(20).strip()
+        holder = _holder(lock)
         raise UserError(
             f"checkpoint folder {root} is in use by another run (process {holder or 'unknown'}): "
             "wait for it to end, or set checkpointing.checkpoint_dir to another folder"
@@ -70,6 +71,25 @@ def _lock(root: Path, lock: IO[str]) -> None:
         lock.flush()
     except OSError as error:
         raise UserError(f"checkpoint folder {root} cannot be written: {explain(error)}") from None
+
+
+def _take(lock: IO[str]) -> None:
+    """Take the lock; where its holder has ended, its writer process, which holds it too, is about to."""
+    deadline = time.monotonic() + _WRITER_ENDS_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            holder = _holder(lock)
+            if not holder.isdecimal() or Path(f"/proc/{holder}").exists() or time.monotonic() > deadline:
+                raise
+        time.sleep(0.05)
+
+
+def _holder(lock: IO[str]) -> str:
+    lock.seek(0)
+    return lock.read(20).strip()
 
 
 def free_bytes(root: Path) -> int:

@@ -215,8 +215,15 @@ class CheckpointingConfig(Strict):
     """Save, and resume from `checkpoint_dir` when it holds a committed checkpoint."""
     checkpoint_dir: str = "runs/grpo/checkpoints"
     """Folder of the checkpoints, one run's."""
-    strategy: Literal["sync"] = "sync"
-    """sync: training waits until the checkpoint is committed."""
+    strategy: Literal["native", "sync"] = "native"
+    """native: a separate process writes and commits while training goes on. sync: training waits for the commit."""
+    when_busy: Literal["wait", "skip"] = "wait"
+    """With native, where both staging buffers still wait for the disk: wait for one, or skip the save; the last step's
+    is never skipped."""
+    on_save_error: Literal["stop", "continue"] = "stop"
+    """Whether a failed save ends the run, or is reported and training goes on."""
+    writer_silence_s: PositiveFloat = 120.0
+    """Seconds without a sign of life after which native's writer process is replaced."""
     save_period: PositiveInt = 10
     """Save every this many steps; the last step is saved always."""
     keep_latest_k: PositiveInt | None = 2

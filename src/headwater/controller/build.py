@@ -62,6 +62,7 @@ def build(loaded: LoadedConfig, console: Console | None = None) -> Iterator[Runt
         state = TrainerState(dataset=prompts.source.fingerprint, base_model=_weights_digest(engine))
         if checkpoints is not None:
             checkpoints.require_space(engine.checkpoint_bytes)
+            checkpoints.prepare({"policy": engine.checkpoint_bytes}, device.type == "cuda", tokenizer.save_pretrained)
         if checkpoints is not None and checkpoint is not None:
             state = _resume(checkpoint, state, engine)
             prompts.cursor.load_state_dict(state.cursor)

@@ -43,20 +43,19 @@ def run_grpo(run: Runtime, stop: StopRequest) -> None:
             except HeadwaterError:
                 # A reward that fails or a prompt too long must not cost the steps before it.
                 if saved_step < state.step and state.optim_steps == optim_steps:
-                    _save_at_the_end(run)
+                    _finish_saves(run, save=True)
                 raise
             _record_ranking_metric(run, metrics)  # before the save, so that the checkpoint knows its own rank
             if _is_save_due(run):
-                metrics |= _save(run, timer)
+                _save(run, timer, may_skip=state.step < config.grpo.max_num_steps)
                 saved_step = state.step
             metrics |= sync(run, timer)
         last = state.step == config.grpo.max_num_steps
         if not stop.requested and (_is_period(state.step, config.grpo.val_period) or (last and config.grpo.val_at_end)):
             metrics |= _validate(run, stop, accuracies)
-        _log(run, metrics | timer.seconds)
+        _log(run, metrics | timer.seconds | _checkpoint_news(run))
 
-    if saved_step < state.step:
-        _save_at_the_end(run)
+    _finish_saves(run, save=saved_step < state.step)
     if len(accuracies) > 1:
         count = len(run.validation)
         run.progress.note(f"validation accuracy {accuracies[0]:.3f} -> {accuracies[-1]:.3f} (greedy, {count} problems)")
@@ -123,28 +122,45 @@ def _is_save_due(run: Runtime) -> bool:
     return run.checkpoints is not None and (last or _is_period(run.state.step, run.config.checkpointing.save_period))
 
 
-def _save(run: Runtime, timer: StepTimer) -> dict[str, float]:
+def _save(run: Runtime, timer: StepTimer, *, may_skip: bool) -> None:
     assert run.checkpoints is not None
     run.progress.phase("save")
+    engine = run.policy.engine
     with timer.time(names.TIMING_CHECKPOINTING):
         run.state.metric_history = run.checkpoints.metric_history
-        folder = run.checkpoints.save(
+        run.checkpoints.save(
             step=run.state.step,
-            components={"policy": run.policy.engine.state_chunks()},
+            components={"policy": engine.state_chunks()},
             trainer_state=run.state.to_json(),
             config_yaml=run.config_yaml,
             tokenizer=run.save_tokenizer,
             weight_version=run.state.weight_version,
+            fences=[engine.fence],
+            may_skip=may_skip,
         )
-    run.progress.note(f"committed {folder}")
-    return run.checkpoints.last_timings
 
 
-def _save_at_the_end(run: Runtime) -> None:
-    """Save a step off the period, because no other follows."""
-    if run.checkpoints is not None:
-        timer = StepTimer()
-        metrics = _save(run, timer)
+def _checkpoint_news(run: Runtime) -> dict[str, float]:
+    """Show what became of saves, and return what was measured; a failed one ends the run here if it is to."""
+    if run.checkpoints is None:
+        return {}
+    news = run.checkpoints.take_news()
+    for note in news.notes:
+        run.progress.note(note)
+    return news.metrics | {names.CHECKPOINT_FENCE_WAIT_S: run.policy.engine.fence.take_waited_s()}
+
+
+def _finish_saves(run: Runtime, *, save: bool) -> None:
+    """Save the last step where it was not, because no other save follows, and wait until all are committed."""
+    if run.checkpoints is None:
+        return
+    timer = StepTimer()
+    if save:
+        _save(run, timer, may_skip=False)
+    waits = run.checkpoints.pending > 0
+    run.checkpoints.wait_committed()
+    metrics = _checkpoint_news(run)
+    if save or waits:
         for sink in run.sinks:
             sink.log(run.state.step, metrics | timer.seconds)
 

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from headwater.checkpoint.chunk import Chunk
+from headwater.checkpoint.fence import Fence
 from headwater.checkpoint.reader import ComponentReader
 from headwater.data.types import Completion, Prompt, SamplingParams, TrainSequence
 from headwater.metrics.stat import Stat
@@ -34,7 +35,12 @@ class OptimStep:
 
 
 class TrainEngine(Protocol):
-    """A model that can be scored, trained, moved, exported, saved and loaded."""
+    """A model that can be scored, trained, moved, exported, saved and loaded.
+
+    fence: each method that changes or moves storage passes it first.
+    """
+
+    fence: Fence
 
     def logprobs(self, sequences: Sequence[TrainSequence]) -> list[torch.Tensor]:
         """Log-probability of each completion token, [C] fp32 a sequence, without gradients."""

@@ -34,6 +34,7 @@ def make_manager(root: Path) -> Iterator[Callable[..., CheckpointManager]]:
     def make(model_identity: str = "model-a", **config: Any) -> CheckpointManager:
         for manager in made:
             manager.close()
+        config.setdefault("strategy", "sync")
         made.append(CheckpointManager(CheckpointingConfig(checkpoint_dir=str(root), **config), "run-1", model_identity))
         return made[-1]
 

@@ -262,9 +262,9 @@ def test_file_system_without_free_space_is_told_at_start(make_manager: MakeManag
 def test_two_live_runs_cannot_share_a_folder(make_manager: MakeManager, root: Path):
     first = make_manager()
     with pytest.raises(UserError, match=rf"in use by another run \(process {os.getpid()}\)"):
-        CheckpointManager(CheckpointingConfig(checkpoint_dir=str(root)), "run-2", "model-a")
+        CheckpointManager(CheckpointingConfig(checkpoint_dir=str(root), strategy="sync"), "run-2", "model-a")
     first.close()
-    CheckpointManager(CheckpointingConfig(checkpoint_dir=str(root)), "run-2", "model-a").close()
+    CheckpointManager(CheckpointingConfig(checkpoint_dir=str(root), strategy="sync"), "run-2", "model-a").close()
 
 
 def test_killed_run_gives_up_its_lock_and_its_leftovers_are_removed(make_manager: MakeManager, save: Save, root: Path):
@@ -274,7 +274,8 @@ def test_killed_run_gives_up_its_lock_and_its_leftovers_are_removed(make_manager
         "import os, signal, sys\n"
         "from headwater.checkpoint.manager import CheckpointManager\n"
         "from headwater.config.schema import CheckpointingConfig\n"
-        "manager = CheckpointManager(CheckpointingConfig(checkpoint_dir=sys.argv[1]), 'run', 'model-a')\n"
+        "manager = CheckpointManager(CheckpointingConfig(\n"
+        "    checkpoint_dir=sys.argv[1], strategy='sync'), 'run', 'model-a')\n"
         "manager.save(2, {'policy': []}, {}, '', lambda folder: os.kill(os.getpid(), signal.SIGKILL), 2)\n"
     )
     assert subprocess.run([sys.executable, "-c", script, str(root)], check=False).returncode == -9
@@ -446,11 +447,12 @@ def test_metric_that_is_not_finite_is_forgotten_and_the_history_stays_json(make_
 def test_timings_count_bytes_and_chunks_that_advanced(make_manager: MakeManager, save: Save, chunks: list[Chunk]):
     manager = make_manager()
     folder = save(1, manager)
-    assert manager.last_timings["checkpoint/chunks_advanced"] == 4
-    assert manager.last_timings["checkpoint/chunks_repeated"] == 0
+    metrics = manager.take_news().metrics
+    assert metrics["checkpoint/chunks_advanced"] == 4
+    assert metrics["checkpoint/chunks_repeated"] == 0
     chunks[0].tensor.add_(1)
     folder = save(2, manager)
-    timings = manager.last_timings
+    timings = manager.take_news().metrics
     assert set(timings) == {
         "checkpoint/stall_s",
         "checkpoint/stage_s",

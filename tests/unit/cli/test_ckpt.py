@@ -27,7 +27,9 @@ def run(*arguments: object) -> int:
 
 
 def save(root: Path, steps: list[int], value: float = 1.0, **state: Any) -> list[Path]:
-    manager = CheckpointManager(CheckpointingConfig(checkpoint_dir=str(root), keep_latest_k=None), "run-1", "model-a")
+    manager = CheckpointManager(
+        CheckpointingConfig(checkpoint_dir=str(root), keep_latest_k=None, strategy="sync"), "run-1", "model-a"
+    )
     chunks = [Chunk.whole("w", torch.full((300,), value)), Chunk.whole("b", torch.ones(2).bfloat16())]
     folders = [manager.save(step, {"policy": chunks}, {"step": step, **state}, "", None, step) for step in steps]
     manager.close()

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from headwater.checkpoint.chunk import Chunk
+from headwater.checkpoint.fence import Fence
 from headwater.checkpoint.reader import ComponentReader
 from headwater.config.schema import PolicyConfig
 from headwater.data.packing import PackedBatch, pack
@@ -35,6 +36,7 @@ class TorchEngine:
     def __init__(self, config: PolicyConfig, model_path: Path, device: torch.device, *, trainable: bool = True) -> None:
         self._config = config
         self._device = device
+        self.fence = Fence()
         self.model: PreTrainedModel = load_model(
             model_path,
             dtype=_DTYPES[config.precision],
@@ -86,6 +88,7 @@ class TorchEngine:
 
     def optim_step(self) -> OptimStep:
         assert self.optimizer is not None, "a frozen engine does not step"
+        self.fence.wait()
         norm, lr = self.optimizer.step(self._config.max_grad_norm)
         return OptimStep(norm, lr)
 
@@ -96,6 +99,7 @@ class TorchEngine:
         self._move(self._device)
 
     def _move(self, device: torch.device) -> None:
+        self.fence.wait()
         if self._fp32_head is not None:
             self._fp32_head.release()
         self.model.to(device)  # pyright: ignore[reportArgumentType]
@@ -110,12 +114,14 @@ class TorchEngine:
                 yield name, tensor.detach()
 
     def state_chunks(self) -> Iterator[Chunk]:
+        params = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         for name, tensor in self.export_weights():
-            yield Chunk.whole(name, tensor)
+            yield Chunk.whole(name, tensor, changes_in_forward=name not in params)
         if self.optimizer is not None:
             yield from self.optimizer.state_chunks()
 
     def load_chunks(self, reader: ComponentReader) -> None:
+        self.fence.wait()
         if self.optimizer is not None:
             self.optimizer.prepare_state({name for name in reader.names() if name.startswith(STATE_PREFIX)})
         chunks = list(self.state_chunks())

@@ -1,0 +1,382 @@
+"""Saves that overlap with training: what is committed is what the tensors held at the call, or nothing."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headwater.checkpoint import native as native_module
+from headwater.checkpoint.chunk import Chunk
+from headwater.checkpoint.fence import Fence
+from headwater.checkpoint.manager import CheckpointManager
+from headwater.checkpoint.reader import Checkpoint, verify
+from headwater.checkpoint.staging import Stager
+from headwater.config.schema import CheckpointingConfig
+from headwater.errors import HeadwaterError, UserError
+
+MakeManager = Callable[..., CheckpointManager]
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def make(root: Path) -> Iterator[MakeManager]:
+    made: list[CheckpointManager] = []
+
+    def run(**config: Any) -> CheckpointManager:
+        options = {"strategy": "native", "keep_latest_k": None, **config}
+        made.append(CheckpointManager(CheckpointingConfig(checkpoint_dir=str(root), **options), "run", "model"))
+        return made[-1]
+
+    yield run
+    for manager in made:
+        manager.close()
+
+
+def save(manager: CheckpointManager, step: int, tensors: Tensors, *fences: Fence, **options: Any) -> None:
+    chunks = [Chunk.whole(name, tensor) for name, tensor in tensors.items()]
+    manager.save(step, {"policy": chunks}, {"step": step}, "", None, step, fences, **options)
+
+
+def stored(root: Path, step: int) -> Tensors:
+    (folder,) = root.glob(f"step_{step:06d}-*")
+    checkpoint = Checkpoint.open(folder)
+    assert verify(checkpoint) == []
+    reader = checkpoint.component("policy")
+    return {name: reader.read(name) for name in reader.names()}
+
+
+def same(first: Tensors, second: Tensors) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def copy_of(tensors: Tensors) -> Tensors:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+@pytest.fixture
+def tensors() -> Tensors:
+    generator = torch.Generator().manual_seed(0)
+    return {"a": torch.randn(300, 70, generator=generator), "b": torch.randn(50, generator=generator).bfloat16()}
+
+
+@pytest.fixture
+def slow_copies(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Copies of the staging thread wait until the event is set."""
+    go = threading.Event()
+    real = Stager._enqueue
+
+    def enqueue(self: Stager, *args: Any) -> Callable[[], None]:
+        run = real(self, *args)
+
+        def later() -> None:
+            assert go.wait(60)
+            run()
+
+        return later
+
+    monkeypatch.setattr(Stager, "_enqueue", enqueue)
+    return go
+
+
+def overwrite(tensors: Tensors) -> None:
+    for tensor in tensors.values():
+        tensor.add_(1)
+
+
+def replace(tensors: Tensors) -> None:
+    for name, tensor in list(tensors.items()):
+        tensors[name] = tensor * 3
+
+
+def resize_to_zero_and_back(tensors: Tensors) -> None:
+    for tensor in tensors.values():
+        values = tensor * 2
+        size = tensor.untyped_storage().nbytes()
+        tensor.untyped_storage().resize_(0)
+        tensor.untyped_storage().resize_(size)
+        tensor.copy_(values)
+
+
+def move_off_and_back(tensors: Tensors) -> None:
+    for tensor in tensors.values():
+        moved = tensor.clone() - 1
+        tensor.data = torch.empty(0, dtype=tensor.dtype)
+        tensor.data = moved
+
+
+def retie(tensors: Tensors) -> None:
+    tensors["b"] = tensors["a"][0, :50].bfloat16()
+    tensors["a"] = tensors["a"].flip(0).contiguous()
+
+
+def free(tensors: Tensors) -> None:
+    del tensors["b"]
+    tensors["a"] = tensors["a"] + 4
+
+
+MUTATIONS = [overwrite, replace, resize_to_zero_and_back, move_off_and_back, retie, free]
+
+
+@pytest.mark.parametrize("mutate", MUTATIONS)
+def test_both_checkpoints_hold_the_values_of_their_step(
+    mutate: Callable[[Tensors], None], make: MakeManager, root: Path, tensors: Tensors
+):
+    manager, fence = make(), Fence()
+    first = copy_of(tensors)
+    save(manager, 1, tensors, fence)
+    fence.wait()
+    mutate(tensors)
+    second = copy_of(tensors)
+    save(manager, 2, tensors, fence)
+    fence.wait()
+    mutate(tensors) if "b" in tensors else overwrite(tensors)
+    manager.wait_committed(60)
+    assert not same(first, second)
+    assert same(stored(root, 1), first)
+    assert same(stored(root, 2), second)
+
+
+def test_the_fence_holds_back_who_changes_storage_until_it_was_copied(
+    make: MakeManager, root: Path, tensors: Tensors, slow_copies: threading.Event
+):
+    manager, fence = make(), Fence()
+    expected = copy_of(tensors)
+    save(manager, 1, tensors, fence)
+    threading.Timer(0.2, slow_copies.set).start()
+    fence.wait()
+    overwrite(tensors)
+    assert fence.take_waited_s() > 0
+    assert fence.take_waited_s() == 0
+    manager.wait_committed(60)
+    assert same(stored(root, 1), expected)
+
+
+@pytest.mark.parametrize("mutate", [overwrite, resize_to_zero_and_back])
+def test_without_the_fence_a_torn_read_is_refused_and_the_previous_stays_the_newest(
+    mutate: Callable[[Tensors], None], make: MakeManager, root: Path, tensors: Tensors, slow_copies: threading.Event
+):
+    manager, fence = make(), Fence()
+    slow_copies.set()
+    save(manager, 1, tensors, fence)
+    fence.wait()
+    slow_copies.clear()
+    fence.remove_for_test()
+    save(manager, 2, tensors, fence)
+    fence.wait()
+    mutate(tensors)
+    slow_copies.set()
+    with pytest.raises(HeadwaterError, match=r"does not hold what the live tensors held.*policy a, policy b$"):
+        manager.wait_committed(60)
+    assert [folder.name[:11] for folder in root.glob("step_*")] == ["step_000001"]
+    latest = manager.latest()
+    assert latest is not None
+    assert latest.manifest.step == 1
+    save(manager, 3, tensors)
+    manager.wait_committed(60)
+    assert same(stored(root, 3), tensors)
+
+
+def test_a_stale_view_in_staging_is_refused(
+    make: MakeManager, root: Path, tensors: Tensors, monkeypatch: pytest.MonkeyPatch
+):
+    """A copier that remembers tensors of the first save, as a cache keyed by names would."""
+    manager = make()
+    real, remembered = native_module.Stager.stage, {}
+
+    def stage(self: Stager, label: str, chunks: Any, plans: Any, lease: Any, then: Any) -> Any:
+        from headwater.checkpoint import staging as module
+
+        copy = module._copy_of
+
+        def stale(chunk: Chunk, image: Any) -> Any:
+            old = remembered.setdefault(chunk.name, chunk.tensor)
+            return copy(Chunk.whole(chunk.name, old), image)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "_copy_of", stale)
+            return real(self, label, chunks, plans, lease, then)
+
+    monkeypatch.setattr(native_module.Stager, "stage", stage)
+    save(manager, 1, tensors)
+    manager.wait_committed(60)
+    replace(tensors)
+    save(manager, 2, tensors)
+    with pytest.raises(HeadwaterError, match="does not hold what the live tensors held"):
+        manager.wait_committed(60)
+    assert len(list(root.glob("step_*"))) == 1
+
+
+def test_what_a_forward_pass_changes_is_copied_at_the_call(make: MakeManager, root: Path, slow_copies: threading.Event):
+    manager = make()
+    mean = torch.ones(5)
+    chunks = [Chunk.whole("mean", mean, changes_in_forward=True)]
+    manager.save(1, {"policy": chunks}, {}, "", None, 1)
+    mean.add_(1)
+    slow_copies.set()
+    manager.wait_committed(60)
+    assert same(stored(root, 1), {"mean": torch.ones(5)})
+
+
+def stopped_in_a_save(manager: CheckpointManager, tensors: Tensors, step: int) -> int:
+    """Stop the writer, then save; returns its pid. It has the save's message and cannot have committed."""
+    while (pid := manager.writer_pid) is None:
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGSTOP)
+    save(manager, step, tensors)
+    manager.wait_staged(60)
+    return pid
+
+
+def test_a_killed_writer_is_replaced_and_the_same_save_commits(make: MakeManager, root: Path, tensors: Tensors):
+    manager = make()
+    pid = stopped_in_a_save(manager, tensors, 1)
+    os.kill(pid, signal.SIGKILL)
+    manager.wait_committed(60)
+    assert same(stored(root, 1), tensors)
+    assert manager.writer_pid not in (None, pid)
+    assert manager.take_news().metrics["checkpoint/writer_restarts"] == 1
+
+
+def test_a_stopped_writer_is_replaced_and_the_same_save_commits(make: MakeManager, root: Path, tensors: Tensors):
+    manager = make(writer_silence_s=3.0)
+    pid = stopped_in_a_save(manager, tensors, 1)
+    save(manager, 2, tensors)
+    manager.wait_committed(60)
+    assert same(stored(root, 1), tensors)
+    assert same(stored(root, 2), tensors)
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_writer_killed_in_mid_file_leaves_one_whole_checkpoint(make: MakeManager, root: Path):
+    manager = make()
+    tensors = {f"w{index}": torch.randn(1_000_000) for index in range(20)}
+    save(manager, 1, tensors)
+    pid = manager.writer_pid
+    while not any(path.stat().st_size for path in root.glob("step_*/policy/*")):
+        time.sleep(0.001)
+    if pid is not None:
+        os.kill(pid, signal.SIGKILL)
+    manager.wait_committed(60)
+    assert same(stored(root, 1), tensors)
+
+
+def test_a_full_disk_is_one_line_and_the_next_save_works(make: MakeManager, root: Path, tensors: Tensors):
+    manager = make()
+    save(manager, 1, tensors)
+    manager.wait_committed(60)
+    root.chmod(0o500)
+    blocked = root / "step_blocked"
+    if os.geteuid() == 0:  # permissions do not bind root: take the folder away under the writer instead
+        root.chmod(0o700)
+        root.rename(root.with_name("away"))
+        blocked = root.with_name("away")
+        with pytest.raises(UserError, match="No such file or directory"):
+            save(manager, 2, tensors)
+        blocked.rename(root)
+    else:
+        save(manager, 2, tensors)
+        with pytest.raises(UserError, match=r"saving step 2 to .* failed: Permission denied: change its permissions"):
+            manager.wait_committed(60)
+        root.chmod(0o700)
+    save(manager, 3, tensors)
+    manager.wait_committed(60)
+    assert same(stored(root, 3), tensors)
+
+
+def test_an_error_in_the_writer_is_raised_once_by_the_next_call_or_reported(
+    make: MakeManager, root: Path, tensors: Tensors, monkeypatch: pytest.MonkeyPatch
+):
+    manager = make(on_save_error="continue")
+    monkeypatch.setattr(native_module, "_path", lambda component: "/dev/full")
+    save(manager, 1, tensors)
+    manager.wait_committed(60)
+    monkeypatch.undo()
+    (note,) = [note for note in manager.take_news().notes if "not saved" in note]
+    assert "saving step 1 to" in note
+    assert "set checkpointing.checkpoint_dir" in note
+    assert list(root.glob("step_*")) == []
+    save(manager, 2, tensors)
+    manager.wait_committed(60)
+    assert same(stored(root, 2), tensors)
+
+
+@pytest.mark.parametrize("policy", ["skip", "wait"])
+def test_with_both_buffers_busy_the_policy_is_obeyed(policy: str, make: MakeManager, root: Path, tensors: Tensors):
+    manager = make(when_busy=policy)
+    pid = stopped_in_a_save(manager, tensors, 1)
+    save(manager, 2, tensors)
+    assert manager.pending == 2
+    if policy == "skip":
+        save(manager, 3, tensors)
+        news = manager.take_news()
+        assert news.metrics["checkpoint/skipped"] == 1
+        assert news.notes[-1] == "skipped the save of step 3: the writer is busy"
+        os.kill(pid, signal.SIGCONT)
+        save(manager, 4, tensors, may_skip=False)
+    else:
+        threading.Timer(0.2, os.kill, (pid, signal.SIGCONT)).start()
+        save(manager, 4, tensors)
+        assert manager.take_news().metrics["checkpoint/busy_wait_s"] > 0
+    manager.wait_committed(60)
+    assert {int(folder.name[5:11]) for folder in root.glob("step_*")} == {1, 2, 4}
+
+
+def test_structure_may_grow_between_saves(make: MakeManager, root: Path, tensors: Tensors):
+    manager = make()
+    for step in range(1, 5):
+        tensors[f"moment{step}"] = torch.full((step * 5000,), float(step))
+        save(manager, step, tensors)
+        manager.wait_committed(60)
+        assert same(stored(root, step), tensors)
+
+
+def test_descriptors_and_threads_stay_flat(make: MakeManager, tensors: Tensors):
+    manager = make(keep_latest_k=1)
+    counts = []
+    for step in range(1, 31):
+        save(manager, step, tensors)
+        if step in (5, 30):
+            manager.wait_committed(60)
+            pid = manager.writer_pid
+            fds = [len(os.listdir(f"/proc/{number}/fd")) for number in (os.getpid(), pid)]
+            counts.append((*fds, threading.active_count()))
+    assert counts[0] == counts[1]
+
+
+def test_nothing_is_left_of_a_killed_trainer(root: Path):
+    script = (
+        "import os, signal, sys, torch\n"
+        "from headwater.checkpoint.chunk import Chunk\n"
+        "from headwater.checkpoint.manager import CheckpointManager\n"
+        "from headwater.config.schema import CheckpointingConfig\n"
+        "manager = CheckpointManager(CheckpointingConfig(checkpoint_dir=sys.argv[1]), 'run', 'model')\n"
+        "for step in range(1, 4):\n"
+        "    manager.save(step, {'policy': [Chunk.whole('w', torch.randn(3_000_000))]}, {}, '', None, step)\n"
+        "print(manager.writer_pid, flush=True)\n"
+        "os.kill(manager.writer_pid, signal.SIGSTOP)\n"  # one that cannot see the end of its socket
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    before = set(os.listdir("/dev/shm"))
+    done = subprocess.run([sys.executable, "-c", script, str(root)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    writer = Path(f"/proc/{done.stdout.strip()}/cmdline")
+    deadline = time.monotonic() + 5
+    while writer.exists() and b"writer_process" in writer.read_bytes() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not (writer.exists() and b"writer_process" in writer.read_bytes())
+    assert not {name for name in set(os.listdir("/dev/shm")) - before if "headwater" in name}
+
+
+def test_the_writer_process_does_not_import_torch(make: MakeManager, tensors: Tensors):
+    manager = make()
+    save(manager, 1, tensors)
+    manager.wait_committed(60)
+    assert "libtorch" not in Path(f"/proc/{manager.writer_pid}/maps").read_text()
