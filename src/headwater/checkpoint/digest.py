@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -68,7 +69,7 @@ def _borrowed(data: torch.Tensor) -> np.ndarray:
     """uint8 [n] as numpy sees it, while `data` lives. `Tensor.numpy` would forbid its storage ever to be resized."""
     if data.numel() == 0:
         return np.empty(0, np.uint8)
-    address = (ctypes.c_uint8 * data.numel()).from_address(data.data_ptr())
+    address: Any = (ctypes.c_uint8 * data.numel()).from_address(data.data_ptr())
     return np.frombuffer(address, np.uint8)
 
 

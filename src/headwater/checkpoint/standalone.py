@@ -1,0 +1,134 @@
+"""Checkpoints for any torch program, without the rest of Headwater."""
+
+from __future__ import annotations
+
+import atexit
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from headwater.checkpoint.catalog import scan
+from headwater.checkpoint.chunk import Chunk
+from headwater.checkpoint.fence import Fence
+from headwater.checkpoint.manager import CheckpointManager
+from headwater.checkpoint.reader import Checkpoint
+from headwater.checkpoint.tree import flatten, unflatten
+from headwater.config.schema import CheckpointingConfig
+from headwater.errors import UserError
+
+_COMPONENT = "state"
+_IDENTITY = "state_dict"
+
+
+class AsyncCheckpointer:
+    """Saves state dicts in the background, each with a proof that the file holds what the tensors held at the call.
+
+        checkpointer = AsyncCheckpointer("checkpoints")
+        for step in range(1, 1001):
+            loss(model, batch).backward()     # overlaps with the save
+            checkpointer.wait_staged()        # before anything writes or moves the tensors
+            optimizer.step()
+            checkpointer.save(step, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+        checkpointer.wait_committed()
+
+    folder: of one run's checkpoints, made if need be; no other live process may use it. keep_latest_k: newest
+    committed checkpoints to keep, None for all. when_busy: what `save` does while two saves are still being written.
+    The end of the program waits for what is being written. Raises UserError when the folder cannot be used.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        keep_latest_k: int | None = 2,
+        when_busy: Literal["wait", "skip"] = "wait",
+        writer_silence_s: float = 120.0,
+    ) -> None:
+        config = CheckpointingConfig(
+            checkpoint_dir=str(folder),
+            strategy="native",
+            keep_latest_k=keep_latest_k,
+            when_busy=when_busy,
+            writer_silence_s=writer_silence_s,
+        )
+        self._fence = Fence()
+        self._manager = CheckpointManager(config, uuid.uuid4().hex, _IDENTITY)
+        atexit.register(self.close)
+
+    @property
+    def folder(self) -> Path:
+        return self._manager.root
+
+    @property
+    def pending(self) -> int:
+        """Saves that are neither committed nor failed."""
+        return self._manager.pending
+
+    def save(self, step: int, state_dict: Mapping[str, Any]) -> None:
+        """Stage a checkpoint and return; a background process writes and commits it.
+
+        state_dict: nested dicts, lists and tuples of tensors on any device, numbers, strings and None. Until
+        `wait_staged` returns the tensors must not be written, freed or moved; where they are, the save is refused.
+        Raises UserError for what cannot be saved, and the error of an earlier save that failed.
+        """
+        tensors, tree = flatten(state_dict)
+        chunks = [Chunk.whole(name, tensor) for name, tensor in tensors.items()]
+        self._manager.save(step, {_COMPONENT: chunks}, {"step": step, "tree": tree}, "", None, step, [self._fence])
+
+    def wait_staged(self) -> None:
+        """Return when the tensors may change again; waits for memory only, never for the disk."""
+        self._fence.wait()
+
+    def wait_committed(self, timeout: float = 3600.0) -> None:
+        """Return when all saves are checkpoints on disk. Raises the error of one that is not."""
+        self._manager.wait_committed(timeout)
+
+    def steps(self) -> list[int]:
+        """Steps of the committed checkpoints, oldest first."""
+        return sorted({found.step for found in scan(self.folder) if found.committed})
+
+    def load(self, state_dict: Mapping[str, Any] | None = None, step: int | None = None) -> Any:
+        """The newest checkpoint's state dict, or that of a step; every byte is checked against its digest.
+
+        state_dict: its tensors are filled in place, whatever their device, and are those of the result; they must be
+            the ones stored. Without it the result has new tensors on the CPU.
+        Raises UserError where there is no such checkpoint or the tensors are others, CorruptCheckpointError for one
+        that does not hold.
+        """
+        checkpoint = self._checkpoint(step)
+        reader = checkpoint.component(_COMPONENT) if _COMPONENT in checkpoint.components() else None
+        tree = checkpoint.trainer_state()["tree"]
+        names = set(reader.names()) if reader is not None else set()
+        if state_dict is None:
+            return unflatten(tree, lambda name: reader.read(name))  # pyright: ignore[reportOptionalMemberAccess]
+        self._fence.wait()
+        tensors, _ = flatten(state_dict)
+        if names != tensors.keys():
+            odd = ", ".join(sorted(names ^ tensors.keys())[:5])
+            raise UserError(f"{checkpoint.folder} holds other tensors than the state dict given: {odd}")
+        for name, tensor in tensors.items():
+            reader.read_into(Chunk.whole(name, tensor))  # pyright: ignore[reportOptionalMemberAccess]
+        return unflatten(tree, tensors.__getitem__)
+
+    def _checkpoint(self, step: int | None) -> Checkpoint:
+        if step is None:
+            newest = self._manager.latest()
+        else:
+            found = [found for found in scan(self.folder) if found.committed and found.step == step]
+            newest = Checkpoint.open(found[-1].folder) if found else None
+        if newest is None:
+            asked = "committed checkpoint" if step is None else f"committed checkpoint of step {step}"
+            raise UserError(f"{self.folder}: no {asked}")
+        return newest
+
+    def close(self) -> None:
+        """Wait for what is being written and end the background process; safe to call twice."""
+        atexit.unregister(self.close)
+        self._manager.close()
+
+    def __enter__(self) -> AsyncCheckpointer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

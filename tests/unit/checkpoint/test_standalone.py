@@ -1,0 +1,139 @@
+"""AsyncCheckpointer: state dicts of any torch program."""
+
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headwater import AsyncCheckpointer
+from headwater.checkpoint.manifest import CorruptCheckpointError
+from headwater.checkpoint.tree import flatten, unflatten
+from headwater.errors import UserError
+
+
+@pytest.fixture
+def checkpointer(root: Path) -> Iterator[AsyncCheckpointer]:
+    with AsyncCheckpointer(root) as made:
+        yield made
+
+
+def trained(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(5, 4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}
+
+
+def assert_same(first: Any, second: Any) -> None:
+    assert type(first) is type(second) or isinstance(first, dict)
+    if isinstance(first, torch.Tensor):
+        assert first.dtype == second.dtype
+        assert torch.equal(first, second)
+    elif isinstance(first, dict):
+        assert list(first) == list(second)
+        for key in first:
+            assert_same(first[key], second[key])
+    elif isinstance(first, list | tuple):
+        assert len(first) == len(second)
+        for one, other in zip(first, second, strict=True):
+            assert_same(one, other)
+    else:
+        assert first == second
+
+
+def test_model_and_optimizer_come_back(checkpointer: AsyncCheckpointer):
+    state = state_of(*trained(0))
+    checkpointer.save(7, state)
+    checkpointer.wait_staged()
+    checkpointer.wait_committed()
+    assert checkpointer.steps() == [7]
+    assert checkpointer.pending == 0
+    assert_same(checkpointer.load(), state)
+    other_model, other_optimizer = trained(1)
+    loaded = checkpointer.load(state_of(other_model, other_optimizer))
+    other_optimizer.load_state_dict(loaded["optimizer"])
+    assert loaded["epoch"] == 3
+    assert_same(state_of(other_model, other_optimizer), state)
+
+
+def test_leaves_keys_and_ties_survive(checkpointer: AsyncCheckpointer):
+    tensor = torch.arange(6.0).reshape(2, 3)
+    state = {
+        "a.b": tensor,
+        "a": {"b": tensor + 1, 3: (1, [2.5, None, True, "x"]), None: -math.inf},
+        "tied": tensor,
+        "view": tensor.t(),
+        "empty": {},
+    }
+    checkpointer.save(1, state)
+    checkpointer.wait_committed()
+    loaded = checkpointer.load()
+    assert_same(loaded, state)
+    assert loaded["tied"] is loaded["a.b"]
+
+
+def test_nan_is_kept():
+    tensors, tree = flatten({"loss": math.nan})
+    assert math.isnan(unflatten(tree, tensors.__getitem__)["loss"])
+
+
+@pytest.mark.parametrize("odd", [object(), {1, 2}, torch.eye(2).to_sparse()], ids=["object", "set", "sparse"])
+def test_what_a_checkpoint_does_not_hold_is_refused_by_name(odd: Any, checkpointer: AsyncCheckpointer):
+    with pytest.raises(UserError, match=r"state_dict entry model\.odd is a "):
+        checkpointer.save(1, {"model": {"odd": odd}})
+
+
+def test_what_is_not_there_or_other_is_refused(checkpointer: AsyncCheckpointer):
+    with pytest.raises(UserError, match=r"no committed checkpoint$"):
+        checkpointer.load()
+    checkpointer.save(1, {"w": torch.ones(2)})
+    checkpointer.wait_committed()
+    with pytest.raises(UserError, match="no committed checkpoint of step 2"):
+        checkpointer.load(step=2)
+    with pytest.raises(UserError, match="holds other tensors than the state dict given: v, w"):
+        checkpointer.load({"v": torch.ones(2)})
+
+
+def test_a_flipped_byte_is_refused_on_load(checkpointer: AsyncCheckpointer, root: Path):
+    checkpointer.save(1, {"w": torch.ones(2000)})
+    checkpointer.wait_committed()
+    (file,) = root.glob("step_*/state/*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CorruptCheckpointError, match="chunk w does not match its digest"):
+        checkpointer.load()
+
+
+def test_an_unguarded_script_commits_before_it_ends_and_another_continues(root: Path, tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys, torch, headwater\n"
+        "checkpointer = headwater.AsyncCheckpointer(sys.argv[1])\n"
+        "first = checkpointer.load()['step'] + 1 if checkpointer.steps() else 1\n"
+        "weight = torch.zeros(100_000)\n"
+        "for step in range(first, first + 3):\n"
+        "    checkpointer.wait_staged()\n"
+        "    weight += 1\n"
+        "    checkpointer.save(step, {'weight': weight, 'step': step})\n"
+    )
+    (tmp_path / "numpy.py").write_text("raise SystemExit('a module beside the script is not what the writer imports')")
+    for last in (3, 6):
+        done = subprocess.run(
+            [sys.executable, "-P", str(script), str(root)], capture_output=True, text=True, timeout=120, cwd=tmp_path
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        with AsyncCheckpointer(root) as checkpointer:
+            assert checkpointer.load()["step"] == last
+            assert torch.equal(checkpointer.load()["weight"], torch.full((100_000,), 3.0))
