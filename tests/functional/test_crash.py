@@ -37,7 +37,7 @@ def test_a_killed_run_resumes_from_what_it_had_committed(tmp_path: Path, seed: i
     )
     assert process.stdout is not None
     said = ""
-    while "step 2/" not in said:
+    while "step 2/" not in said or "committed" not in said:
         line = process.stdout.readline()
         assert line, said
         said += line

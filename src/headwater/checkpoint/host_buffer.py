@@ -6,6 +6,7 @@ processes end, and the size of /dev/shm does not matter.
 
 from __future__ import annotations
 
+import errno
 import logging
 import mmap
 import os
@@ -19,11 +20,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from headwater.checkpoint.host_memory import available_bytes
 from headwater.checkpoint.layout import PAGE
 from headwater.errors import HeadwaterError, UserError
 
 _log = logging.getLogger(__name__)
 _SETS = 2
+_USABLE = 0.8  # of the memory that is free: training needs some too
 
 
 class HostBuffer:
@@ -60,6 +63,7 @@ class HostBuffer:
         size = -(-nbytes // PAGE) * PAGE
         self._unregister()
         self._array = np.empty(0, np.uint8)
+        _require_memory(size - os.fstat(self.fd).st_size)
         os.posix_fallocate(self.fd, 0, size)  # fails where memory is short; touching pages would kill the process
         array = np.frombuffer(mmap.mmap(self.fd, size), np.uint8)
         array[::PAGE] = 0  # maps the pages now, outside of the interpreter lock, and not in the first save
@@ -92,6 +96,13 @@ class HostBuffer:
             runtime: Any = torch.cuda.cudart()
             runtime.cudaHostUnregister(self._registered)
             self._registered = None
+
+
+def _require_memory(nbytes: int) -> None:
+    """Refuse what a container's limit does not hold: the kernel would not refuse it, but kill."""
+    available = available_bytes()
+    if available is not None and nbytes > available * _USABLE:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
 
 def shared_file(folder: Path) -> int:

@@ -233,6 +233,7 @@ class Supervisor:
                 [sys.executable, *module, *words],
                 pass_fds=fds,
                 stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,  # whoever reads the trainer's output must not wait for its writer
                 start_new_session=True,
                 env=_environment(),
             )
