@@ -52,7 +52,7 @@ def make_checkpoint(root: Path, tiny_model: Path) -> Callable[..., Checkpoint]:
     def make(
         chunks: list[Chunk], config: str = CONFIG, identity: str | None = None, tokenizer: Any = True
     ) -> Checkpoint:
-        settings = CheckpointingConfig(checkpoint_dir=str(root), keep_latest_k=None)
+        settings = CheckpointingConfig(checkpoint_dir=str(root), keep_latest_k=None, strategy="sync")
         manager = CheckpointManager(settings, "run-1", identity or model_identity(tiny_model))
         save_tokenizer = load_tokenizer(tiny_model).save_pretrained if tokenizer else None
         folder = manager.save(4, {"policy": chunks}, {"step": 4}, config, save_tokenizer, 4)
