@@ -13,6 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headwater.cli import freshness
 from headwater.errors import UserError
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def add_parser(subparsers: Any) -> None:
     export.add_argument("--component", default="policy", help="which part of the checkpoint (default: policy)")
     export.add_argument("--model", help="hf: the model trained, for its config.json (default: the run's model_name)")
     export.set_defaults(run=run_export)
+    freshness.add_parser(commands)
 
 
 def run_ls(args: argparse.Namespace) -> int:

@@ -1,0 +1,153 @@
+"""Folders of torch.distributed.checkpoint: `.metadata` and files of `torch.save` archives, one a stored box."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headwater.checkpoint.foreign.archive import BadArchiveError, storage_range
+from headwater.checkpoint.foreign.confine import confined
+from headwater.checkpoint.foreign.names import assign_weights, classify
+from headwater.checkpoint.foreign.pickles import Record, RefusedPickleError, load_metadata, load_values
+from headwater.checkpoint.foreign.record import ByteRange, Contents, StoredChunk
+from headwater.errors import UserError
+
+METADATA_NAME = ".metadata"
+_GROUP_STEP = re.compile(r"(.*?)param_groups\..*\bstep")
+_NUMBERS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "U8": "<u1"}
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One item of the metadata. dtype and shape are None for an object that is no tensor."""
+
+    key: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...] | None
+    dtype: str | None
+    bytes: ByteRange
+
+
+def read_dcp(folder: Path) -> Contents:
+    """What a folder of torch.distributed.checkpoint holds; reads the metadata and the optimizer's steps, no tensor.
+
+    Raises UserError, in one line, where the metadata is missing, damaged, refused, or contradicts the files.
+    """
+    chunks: list[StoredChunk] = []
+    steps: dict[tuple[str, str], float] = {}
+    groups: dict[str, set[float]] = {}
+    for entry in _entries(folder, load_metadata(folder / METADATA_NAME)):
+        meaning = classify(entry.key, entry.dtype or "")
+        of_group = _GROUP_STEP.fullmatch(entry.key)
+        if of_group or meaning.role == "step":
+            step = _step(entry)
+            if step is not None and of_group:
+                groups.setdefault(classify(f"{of_group[1]}state.any.step", "").component, set()).add(step)
+            elif step is not None:
+                steps[meaning.component, meaning.parameter] = step
+            continue
+        if entry.dtype is None or entry.shape is None:
+            continue
+        chunks.append(
+            StoredChunk(
+                meaning.component,
+                meaning.role,
+                meaning.parameter,
+                entry.key,
+                entry.offset,
+                entry.shape,
+                entry.dtype,
+                entry.bytes,
+            )
+        )
+    group_steps = {component: tuple(sorted(found)) for component, found in groups.items()}
+    return Contents(folder, "torch.distributed.checkpoint", assign_weights(chunks), steps, group_steps)
+
+
+def _entries(folder: Path, metadata: Record) -> Iterator[_Entry]:
+    described = getattr(metadata, "state_dict_metadata", None)
+    stored = getattr(metadata, "storage_data", None)
+    where = folder / METADATA_NAME
+    if not isinstance(described, dict) or not isinstance(stored, dict):
+        raise RefusedPickleError(f"{where}: lists no tensors")
+    sizes: dict[Path, int] = {}
+    for index, info in stored.items():
+        if not _is_box(index, info, described):
+            raise RefusedPickleError(f"{where}: its list of stored boxes is damaged")
+        key, offset, begin, length = index.fqn, getattr(index, "offset", None), info.offset, info.length
+        if getattr(info, "transform_descriptors", None):
+            raise UserError(f"{where}: {key} is stored compressed; freshness reads plain archives only")
+        file = confined(folder, info.relative_path, where)
+        size = sizes.setdefault(file, _size(file, where))
+        if begin + length > size:
+            raise UserError(
+                f"{file}: {size} bytes, {METADATA_NAME} says that {key} ends at {begin + length}: it is cut"
+            )
+        dtype, shape = _tensor(described[key], offset, where, key)
+        yield _Entry(key, tuple(offset or ()), shape, dtype, ByteRange(file, begin, begin + length, archive=True))
+
+
+def _is_box(index: Any, info: Any, described: dict[Any, Any]) -> bool:
+    key, offset = getattr(index, "fqn", None), getattr(index, "offset", None)
+    if offset is not None and not isinstance(offset, tuple):
+        return False
+    numbers = (getattr(info, "offset", None), getattr(info, "length", None), *(offset or ()))
+    return (
+        isinstance(key, str)
+        and key in described
+        and isinstance(getattr(info, "relative_path", None), str)
+        and all(type(number) is int and number >= 0 for number in numbers)
+    )
+
+
+def _tensor(properties: Any, offset: Any, where: Path, key: str) -> tuple[str | None, tuple[int, ...] | None]:
+    """dtype and shape of the box at `offset`, None for an object that is no tensor."""
+    if getattr(properties, "kind", "") != "TensorStorageMetadata":
+        return None, None
+    boxes = [(getattr(box, "offsets", None), getattr(box, "sizes", None)) for box in getattr(properties, "chunks", ())]
+    record = getattr(properties, "properties", None)
+    state = getattr(record, "state", None)  # a tuple, dtype first; older versions pickled a dictionary
+    dtype = state[0] if isinstance(state, tuple) and state else getattr(record, "dtype", None)
+    shape = next((size for begin, size in boxes if begin == offset), None)
+    if not isinstance(dtype, str) or not isinstance(shape, tuple) or not all(type(size) is int for size in shape):
+        raise RefusedPickleError(f"{where}: the description of {key} is damaged")
+    return dtype, shape
+
+
+def as_number(value: Any) -> float | None:
+    """A step as a number, None for anything else."""
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _step(entry: _Entry) -> float | None:
+    """A step that was stored as a tensor, or as an object: a number, or a tensor of one."""
+    if entry.dtype is None:
+        return as_number(load_values(entry.bytes.path, entry.bytes.begin, entry.bytes.end))
+    dtype = np.dtype(_NUMBERS[entry.dtype]) if entry.dtype in _NUMBERS else None
+    if dtype is None:
+        return None
+    try:
+        descriptor = os.open(entry.bytes.path, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        first, last = storage_range(descriptor, entry.bytes.begin, entry.bytes.end)
+        raw = os.pread(descriptor, dtype.itemsize, first) if last - first == dtype.itemsize else b""
+    except (BadArchiveError, OSError):
+        return None
+    finally:
+        os.close(descriptor)
+    return float(np.frombuffer(raw, dtype)[0]) if len(raw) == dtype.itemsize else None
+
+
+def _size(file: Path, where: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError as error:
+        raise UserError(f"{file}: listed in {where.name}, but it cannot be read ({error.strerror})") from None
