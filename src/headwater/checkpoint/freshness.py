@@ -178,6 +178,7 @@ class _Component:
             if chunk.role != "weight":
                 self._state[chunk.parameter].append(chunk)
         self.advanced = any(not self._repeated(chunk) for chunk in chunks)
+        self._with_moments = {c.parameter for c in new.chunks if c.component == name and c.role in _MOMENTS}
         self._some_moment_changed = any(c.role in _MOMENTS and not self._repeated(c) for c in chunks)
         trained = not has_optimizer
         for parameter, state in self._state.items():
@@ -202,14 +203,19 @@ class _Component:
         for tensor in _tensors(chunk for chunk in moments if chunk.dtype not in _EXACT):
             if all(map(self._repeated, tensor)) and any(map(self._must_move, tensor)):
                 self._mark(tensor, f"repeated as a whole although {why}")
-        touched = not moments or any(not self._repeated(chunk) or self._must_move(chunk) for chunk in moments)
-        if not touched:
+        if not self._touched(parameter, moments):
             self.idle.append(parameter)
             return advance == "yes"
         for tensor in _tensors(masters):
             if all(map(self._repeated, tensor)):
                 self._mark(tensor, f"repeated as a whole although {why}")
         return True
+
+    def _touched(self, parameter: str, moments: list[StoredChunk]) -> bool:
+        """Whether a gradient ever met a parameter: torch makes its moments at the first one, Megatron makes zeros."""
+        if moments:
+            return any(not self._repeated(chunk) or self._must_move(chunk) for chunk in moments)
+        return parameter in self._with_moments or not self._with_moments
 
     def _judge_still(self, parameter: str, moments: list[StoredChunk], masters: list[StoredChunk]) -> bool:
         """A parameter whose step repeats: idle, unless something else of it moved."""

@@ -11,7 +11,7 @@ import os
 import pickle
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -112,7 +112,18 @@ def _inert(kind: str) -> type[Record]:
     return type("Record", (Record,), {"kind": kind})
 
 
-class _MetadataUnpickler(pickle.Unpickler):
+class _BoundedUnpickler(pickle._Unpickler):
+    """pickle's own Python implementation: it allocates no more than the file is long.
+
+    The C one makes room for whatever index or length a damaged pickle names, which can be tens of gigabytes.
+    """
+
+    dispatch: ClassVar = {
+        code: load for code, load in pickle._Unpickler.dispatch.items() if code != pickle.BYTEARRAY8[0]
+    }
+
+
+class _MetadataUnpickler(_BoundedUnpickler):
     """Admits the metadata classes of torch.distributed.checkpoint and the values that they are made of."""
 
     def find_class(self, module: str, name: str) -> Any:
@@ -162,7 +173,7 @@ def load_metadata(path: Path) -> Record:
     return found
 
 
-class _ValuesUnpickler(pickle.Unpickler):
+class _ValuesUnpickler(_BoundedUnpickler):
     """Plain values and one-element tensors (as numbers); everything else becomes an inert record."""
 
     def __init__(self, file: io.BytesIO, descriptor: int, begin: int, entries: dict[str, Any]) -> None:

@@ -1,0 +1,185 @@
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headwater.checkpoint.compare import check_freshness
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+BUCKET = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0"
+
+
+@pytest.fixture
+def save(save_dcp: Callable[..., Path]) -> Callable[..., Path]:
+    """Megatron's files around its sharded tensors: `common` goes where the optimizer's groups and the iteration are."""
+
+    def run(name: str, tensors: dict[str, torch.Tensor], common: Any) -> Path:
+        folder = save_dcp(name, tensors)
+        (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "common_backend": "torch"}))
+        torch.save(common, folder / "common.pt")
+        return folder
+
+    return run
+
+
+def common(step: float | torch.Tensor, **others: Any) -> dict[str, Any]:
+    groups = [{"lr": 1e-3, "step": step}, {"lr": 1e-3, "step": step}]
+    return {
+        "optimizer": {"optimizer": {"param_groups": groups}},
+        "iteration": 7,
+        "args": object_of_unknown_class(),
+        **others,
+    }
+
+
+def object_of_unknown_class() -> Any:
+    import argparse
+
+    return argparse.Namespace(dtype=torch.bfloat16, size=torch.Size([2]))
+
+
+def reshardable(training: Any, prefix: str = "optimizer.state") -> dict[str, torch.Tensor]:
+    """The layout of `fully_reshardable`: moments of what was never touched are zeros, the step is the group's."""
+    tensors = training.weights()
+    for name, state in training.optimizer().items():
+        zeros = torch.zeros_like(state["master_param"])
+        tensors[f"{prefix}.param.{name}"] = state["master_param"]
+        tensors[f"{prefix}.exp_avg.{name}"] = state.get("exp_avg", zeros)
+        tensors[f"{prefix}.exp_avg_sq.{name}"] = state.get("exp_avg_sq", zeros)
+    return tensors
+
+
+def bucket(training: Any) -> dict[str, torch.Tensor]:
+    """The layout of `dp_reshardable`: all parameters in flat buckets, padded."""
+    tensors = training.weights()
+    for state in ("param", "exp_avg", "exp_avg_sq"):
+        key = "master_param" if state == "param" else state
+        parts = [values[key].flatten() for values in training.optimizer().values() if key in values]
+        tensors[f"{BUCKET}.{state}"] = torch.cat([*parts, torch.zeros(100)])
+    return tensors
+
+
+@pytest.mark.parametrize(
+    "layout", [reshardable, bucket, lambda t: reshardable(t, "chained_0.optimizer.state")], ids=["full", "dp", "moe"]
+)
+def test_consecutive_saves_are_fresh_and_a_save_against_itself_is_stale(layout: Any, training: Any, save: Any):
+    training.step()
+    old = save("old", layout(training), common(1))
+    training.step()
+    new = save("new", layout(training), common(2))
+    fresh = check_freshness(old, new)
+    assert fresh.exit_code == 0, fresh.reasons
+    assert fresh.components[0].new_steps == (2, 2)
+    again = check_freshness(new, new)
+    assert again.exit_code == 1
+    assert {chunk.role for chunk in again.stale} == {"param", "exp_avg", "exp_avg_sq", "weight"}
+
+
+@pytest.mark.parametrize("layout", [reshardable, bucket])
+@pytest.mark.parametrize("state", ["param", "exp_avg", "exp_avg_sq"])
+def test_one_stale_tensor_of_the_optimizer_is_found(layout: Any, state: str, training: Any, save: Any):
+    training.step()
+    old = layout(training)
+    training.step()
+    new = layout(training)
+    key = next(key for key in new if key.endswith(f"{state}.first.weight") or key == f"{BUCKET}.{state}")
+    new[key] = old[key]
+    verdict = check_freshness(save("old", old, common(1)), save("new", new, common(2)))
+    assert [(chunk.role, chunk.key) for chunk in verdict.stale] == [(state, key)]
+
+
+def test_an_expert_that_no_token_met_is_idle(training: Any, save: Any):
+    training.step()
+    old = save("old", reshardable(training), common(1))
+    training.step()
+    verdict = check_freshness(old, save("new", reshardable(training), common(2)))
+    assert verdict.exit_code == 0
+    assert set(verdict.components[0].idle) == {"expert.weight", "expert.bias"}
+
+
+def test_steps_stored_as_a_tensor_are_read_without_loading_it(training: Any, save: Any):
+    folder = save("one", reshardable(training), common(torch.tensor(11, dtype=torch.int32)))
+    assert check_freshness(folder, folder).components[0].new_steps == (11, 11)
+
+
+def test_a_group_step_that_repeats_excuses_no_stale_moment_when_others_moved(training: Any, save: Any):
+    training.step()
+    old = reshardable(training)
+    training.step()
+    new = reshardable(training)
+    key = "optimizer.state.exp_avg.first.weight"
+    assert check_freshness(save("old", old, common(1)), save("new", new, common(1))).exit_code == 0
+    verdict = check_freshness(save("old2", old, common(1)), save("new2", {**new, key: old[key]}, common(1)))
+    assert [chunk.key for chunk in verdict.stale] == [key]
+
+
+def test_without_a_readable_common_file_an_advance_is_assumed_and_said(training: Any, save: Any):
+    training.step()
+    folder = save("one", reshardable(training), common(1))
+    (folder / "common.pt").write_bytes(b"nonsense")
+    verdict = check_freshness(folder, folder)
+    assert verdict.exit_code == 1
+    assert "no step is known: advance is assumed" in verdict.notes[0]
+    (folder / "common.pt").unlink()
+    assert "has no common.pt" in check_freshness(folder, folder).notes[0]
+
+
+class Evil:
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.target}",)
+
+
+def test_a_command_in_the_common_file_is_not_run(training: Any, save: Any, tmp_path: Path):
+    folder = save("one", reshardable(training), common(3, evil=Evil(tmp_path / "ran")))
+    assert pickle.dumps(Evil(tmp_path))  # it would run, were it loaded
+    assert check_freshness(folder, folder).components[0].new_steps == (3, 3)
+    assert not (tmp_path / "ran").exists()
+
+
+_TWO_RANKS = """
+import sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp, torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+def run(rank, root):
+    dist.init_process_group("gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(rank)
+    local = {name: torch.randn(8, 4) for name in ("w", "optimizer.state.exp_avg.w", "optimizer.state.exp_avg_sq.w")}
+    def save(name):
+        state = {key: DTensor.from_local(value, mesh, [Shard(0)]) for key, value in local.items()}
+        dcp.save({**state, "rng": torch.zeros(3)}, checkpoint_id=f"{root}/{name}")
+    save("old")
+    kept = local["optimizer.state.exp_avg.w"].clone()
+    for value in local.values(): value.mul_(0.9)
+    save("fresh")
+    if rank == 1: local["optimizer.state.exp_avg.w"].copy_(kept)
+    save("stale")
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    mp.start_processes(run, (sys.argv[1],), nprocs=2, start_method="fork")
+"""
+
+
+def test_the_stale_shard_of_one_rank_is_found_among_the_fresh_ones_of_the_other(tmp_path: Path):
+    (tmp_path / "script.py").write_text(_TWO_RANKS)
+    subprocess.run(
+        [sys.executable, "-W", "ignore", tmp_path / "script.py", tmp_path], check=True, timeout=120, capture_output=True
+    )
+    assert check_freshness(tmp_path / "old", tmp_path / "fresh").exit_code == 0
+    verdict = check_freshness(tmp_path / "old", tmp_path / "stale")
+    assert verdict.exit_code == 1
+    assert [(chunk.key, chunk.offset, chunk.shape) for chunk in verdict.stale] == [
+        ("optimizer.state.exp_avg.w", (8, 0), (8, 4))
+    ]
