@@ -20,6 +20,8 @@ from headwater.errors import UserError
 
 METADATA_NAME = ".metadata"
 _GROUP_STEP = re.compile(r"(.*?)param_groups\..*\bstep")
+# Megatron's dp_reshardable keeps the optimizer's groups in an object of this name.
+_GROUPS = re.compile(r"(.*?)optimizer/shard_[\d_.]+")
 _NUMBERS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "U8": "<u1"}
 
 
@@ -44,11 +46,16 @@ def read_dcp(folder: Path) -> Contents:
     groups: dict[str, set[float]] = {}
     for entry in _entries(folder, load_metadata(folder / METADATA_NAME)):
         meaning = classify(entry.key, entry.dtype or "")
+        all_groups = _GROUPS.fullmatch(entry.key)
+        if all_groups and entry.dtype is None:
+            found = group_steps(load_values(entry.bytes.path, entry.bytes.begin, entry.bytes.end))
+            groups.setdefault(_component_of(all_groups[1]), set()).update(found)
+            continue
         of_group = _GROUP_STEP.fullmatch(entry.key)
         if of_group or meaning.role == "step":
             step = _step(entry)
             if step is not None and of_group:
-                groups.setdefault(classify(f"{of_group[1]}state.any.step", "").component, set()).add(step)
+                groups.setdefault(_component_of(of_group[1]), set()).add(step)
             elif step is not None:
                 steps[meaning.component, meaning.parameter] = step
             continue
@@ -66,8 +73,8 @@ def read_dcp(folder: Path) -> Contents:
                 entry.bytes,
             )
         )
-    group_steps = {component: tuple(sorted(found)) for component, found in groups.items()}
-    return Contents(folder, "torch.distributed.checkpoint", assign_weights(chunks), steps, group_steps)
+    by_component = {component: tuple(sorted(found)) for component, found in groups.items() if found}
+    return Contents(folder, "torch.distributed.checkpoint", assign_weights(chunks), steps, by_component)
 
 
 def _entries(folder: Path, metadata: Record) -> Iterator[_Entry]:
@@ -120,6 +127,11 @@ def _tensor(properties: Any, offset: Any, where: Path, key: str) -> tuple[str | 
     return dtype, shape
 
 
+def _component_of(prefix: str) -> str:
+    """The component of an optimizer, from what comes before its groups: as for its state."""
+    return classify(f"{prefix}state.any.step", "").component
+
+
 def as_number(value: Any) -> float | None:
     """A step as a number, None for anything else."""
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
@@ -151,3 +163,20 @@ def _size(file: Path, where: Path) -> int:
         return file.stat().st_size
     except OSError as error:
         raise UserError(f"{file}: listed in {where.name}, but it cannot be read ({error.strerror})") from None
+
+
+def group_steps(value: Any, depth: int = 0) -> Iterator[float]:
+    """The `step` of every parameter group, wherever the optimizers (chained ones too) keep their groups."""
+    if depth > 8:
+        return
+    if isinstance(value, dict):
+        groups = value.get("param_groups")
+        for group in groups.values() if isinstance(groups, dict) else groups if isinstance(groups, list) else ():
+            step = as_number(group.get("step")) if isinstance(group, dict) else None
+            if step is not None:
+                yield step
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for item in value:
+            if isinstance(item, dict | list | tuple):
+                yield from group_steps(item, depth + 1)

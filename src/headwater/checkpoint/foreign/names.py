@@ -6,7 +6,7 @@ Three ways to name an optimizer's state are known:
     optimizer.state.exp_avg.<parameter>          Headwater, Megatron's fully_reshardable
     ...gbuf_idx_0.dtype_(..).bucket_idx_0.exp_avg    Megatron's dp_reshardable: a flat bucket of many parameters
 
-Everything else with a floating dtype is taken for a weight.
+Everything else with a floating dtype and a dimension is taken for a weight.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _OTHER_STATES = ("max_exp_avg_sq", "momentum_buffer", "square_avg", "sum", "prev
 _STEP = "step"
 _BUCKET = re.compile(r"(?P<prefix>.*?)(?P<parameter>gbuf_idx_\d+\.dtype_.*?\.bucket_idx_\d+)\.(?P<state>[a-z_]+)")
 _STATE = re.compile(r"(?P<prefix>(?:[^.]+\.)*?)state\.(?P<rest>.+)")
-_OPTIMIZER_WORD = re.compile(r"_?opt(?:im(?:izer)?s?)?(?:_states?)?(?:_|$)")
+_OPTIMIZER_WORD = re.compile(r"(?:^|_)opt(?:im(?:izer)?s?)?(?:_states?)?(?=_|$)")
+_NOT_OF_A_MODEL = re.compile(r"(?:^|\.)(?:[a-z0-9]+_)*(?:optim(?:izer)?s?|optim(?:izer)?_states?|param_groups)\.")
 _NO_WEIGHT = re.compile(r"(?:^|[._])(?:rng|cuda_rng|rng_state|rng_tracker_states|dataloader|lr_scheduler)")
 FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 
@@ -57,7 +58,7 @@ def classify(key: str, dtype: str) -> Meaning:
         name, parameter = found
         role = _STEP if name == _STEP else _ROLES.get(name, "other")
         return Meaning(role, _component(state["prefix"]), parameter)
-    if dtype not in FLOATS or _NO_WEIGHT.search(key):
+    if dtype not in FLOATS or _NO_WEIGHT.search(key) or _NOT_OF_A_MODEL.search(key):
         return Meaning("other", "", key)
     return Meaning("weight", "", key)
 
@@ -76,7 +77,7 @@ def _state_and_parameter(rest: str) -> tuple[str, str] | None:
 
 def _component(prefix: str) -> str:
     """`policy.optimizer.` and `policy_optim.` are of the component policy, `optimizer.chained_0.` of the nameless."""
-    words = [_OPTIMIZER_WORD.sub("", word) for word in prefix.rstrip(".").split(".")]
+    words = [_OPTIMIZER_WORD.sub("", word).strip("_") for word in prefix.rstrip(".").split(".")]
     dropped = re.compile(r"chained_\d+|dp_group_idx_\d+|distributed|")
     return ".".join(word for word in words if not dropped.fullmatch(word))
 
@@ -97,6 +98,8 @@ def assign_weights(chunks: Iterable[StoredChunk]) -> tuple[StoredChunk, ...]:
 
 
 def _assigned(chunk: StoredChunk, trained: dict[str, set[str]], components: set[str]) -> StoredChunk:
+    if not chunk.shape:  # a loss scale, a learning rate: what changes at every step would hide stale weights
+        return replace(chunk, role="other")
     words = chunk.key.split(".")
     for start in range(len(words)):
         parameter = ".".join(words[start:])

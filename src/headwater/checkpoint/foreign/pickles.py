@@ -22,7 +22,9 @@ _LARGEST_PICKLE = 1 << 28
 _METADATA_MODULES = (
     "torch.distributed.checkpoint.metadata",
     "torch.distributed.checkpoint.filesystem",
+    "torch.distributed.checkpoint.planner",
     "torch.distributed._shard.sharded_tensor.metadata",
+    "megatron.core.dist_checkpointing.strategies.torch",
 )
 _METADATA_CLASSES = (
     "Metadata",
@@ -36,6 +38,13 @@ _METADATA_CLASSES = (
     "MEM_FORMAT_ENCODING",
     "_StorageInfo",
     "_StoragePrefix",
+    # Megatron keeps the plans of all ranks in its metadata.
+    "SavePlan",
+    "MCoreSavePlan",
+    "WriteItem",
+    "WriteItemType",
+    "TensorWriteData",
+    "BytesIOWriteData",
 )
 _DTYPES = {
     "float64": "F64",

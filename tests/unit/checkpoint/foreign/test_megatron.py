@@ -109,6 +109,28 @@ def test_steps_stored_as_a_tensor_are_read_without_loading_it(training: Any, sav
     assert check_freshness(folder, folder).components[0].new_steps == (11, 11)
 
 
+def test_steps_of_groups_that_are_an_object_of_their_own_are_read(training: Any, save: Any):
+    training.step()
+    groups = [{"param_groups": [{"step": 4.0}, {"step": 4.0}]}]
+    tensors = {**bucket(training), "optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1": groups}
+    folder = save("one", tensors, {"iteration": 9})
+    assert check_freshness(folder, folder).components[0].new_steps == (4, 4)
+
+
+def test_the_plans_that_megatron_keeps_in_its_metadata_are_admitted(training: Any, save: Any):
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+    training.step()
+    folder = save("one", reshardable(training), common(1))
+    metadata = FileSystemReader(folder).read_metadata()
+    (index, tensor) = next((i, metadata.state_dict_metadata[i.fqn]) for i in metadata.storage_data if i.offset)
+    write = TensorWriteData(tensor.chunks[0], tensor.properties, tensor.size)  # type: ignore[union-attr]
+    metadata.all_local_plans = [SavePlan([WriteItem(index, WriteItemType.SHARD, tensor_data=write)])]  # type: ignore[attr-defined]
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert check_freshness(folder, folder).exit_code == 1
+
+
 def test_a_group_step_that_repeats_excuses_no_stale_moment_when_others_moved(training: Any, save: Any):
     training.step()
     old = reshardable(training)

@@ -32,6 +32,10 @@ GBUF = "gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_1"
         ("model.layers.0.weight", "weight", "", "model.layers.0.weight"),
         ("model.state_encoder.weight", "weight", "", "model.state_encoder.weight"),
         ("rng_state/shard_0_1", "other", "", "rng_state/shard_0_1"),
+        ("optim.param_groups.0.lr", "other", "", "optim.param_groups.0.lr"),
+        ("optimizer.state.w.exp_avg.scale", "other", "", "optimizer.state.w.exp_avg.scale"),
+        ("optim_value.state.w.exp_avg", "exp_avg", "value", "w"),
+        ("adopt.state.w.exp_avg", "exp_avg", "adopt", "w"),
         ("lr_scheduler.last", "other", "", "lr_scheduler.last"),
     ],
 )
@@ -42,6 +46,11 @@ def test_names_are_understood(key: str, role: str, component: str, parameter: st
 
 def test_integers_are_no_weights():
     assert classify("model.position_ids", "I64").role == "other"
+
+
+def test_a_scalar_is_no_weight():
+    scale = StoredChunk("", "weight", "scale", "scale", (), (), "F32", ByteRange(Path("x"), 0, 4))
+    assert [c.role for c in assign_weights([scale])] == ["other"]
 
 
 def chunk(key: str, role: Role, component: str = "", parameter: str = "") -> StoredChunk:
