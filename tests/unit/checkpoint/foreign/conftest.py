@@ -1,5 +1,6 @@
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -60,8 +61,8 @@ def training() -> Training:
 def save_dcp(tmp_path: Path) -> Callable[..., Path]:
     """Saves a state as torch.distributed.checkpoint does, with no process group."""
 
-    def save(name: str, state: dict) -> Path:
-        dcp.save(state, checkpoint_id=tmp_path / name, no_dist=True)
+    def save(name: str, state: dict, **options: Any) -> Path:
+        dcp.save(state, checkpoint_id=tmp_path / name, no_dist=True, **options)
         return tmp_path / name
 
     return save

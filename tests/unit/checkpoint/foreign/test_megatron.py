@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import DefaultSavePlanner
 
 from headwater.checkpoint.compare import check_freshness
 
@@ -20,8 +21,8 @@ BUCKET = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16,
 def save(save_dcp: Callable[..., Path]) -> Callable[..., Path]:
     """Megatron's files around its sharded tensors: `common` goes where the optimizer's groups and the iteration are."""
 
-    def run(name: str, tensors: dict[str, torch.Tensor], common: Any) -> Path:
-        folder = save_dcp(name, tensors)
+    def run(name: str, tensors: dict[str, torch.Tensor], common: Any, **options: Any) -> Path:
+        folder = save_dcp(name, tensors, **options)
         (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "common_backend": "torch"}))
         torch.save(common, folder / "common.pt")
         return folder
@@ -113,7 +114,7 @@ def test_steps_of_groups_that_are_an_object_of_their_own_are_read(training: Any,
     training.step()
     groups = [{"param_groups": [{"step": 4.0}, {"step": 4.0}]}]
     tensors = {**bucket(training), "optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1": groups}
-    folder = save("one", tensors, {"iteration": 9})
+    folder = save("one", tensors, {"iteration": 9}, planner=DefaultSavePlanner(flatten_state_dict=False))
     assert check_freshness(folder, folder).components[0].new_steps == (4, 4)
 
 
