@@ -32,7 +32,9 @@ def train(engine: TorchEngine) -> None:
 @pytest.fixture
 def save(tmp_path: Path) -> Iterator[Save]:
     manager = CheckpointManager(
-        CheckpointingConfig(checkpoint_dir=str(tmp_path / "checkpoints"), keep_latest_k=None), "run-1", "model-a"
+        CheckpointingConfig(checkpoint_dir=str(tmp_path / "checkpoints"), keep_latest_k=None, strategy="sync"),
+        "run-1",
+        "model-a",
     )
 
     def run(step: int, **components: TorchEngine | list[Chunk]) -> Path:
