@@ -17,10 +17,8 @@ import yaml
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from headwater.checkpoint.digest import digest_bytes
 from headwater.checkpoint.dtypes import DTYPES
 from headwater.checkpoint.export import new_output, stored_bytes
-from headwater.checkpoint.manifest import CorruptCheckpointError, FileEntry
 from headwater.checkpoint.reader import Checkpoint, ComponentReader, OnBytes
 from headwater.errors import BlockedError, UserError
 from headwater.models.resolve import model_identity, read_config, remote_code, resolve, shorten
@@ -97,7 +95,7 @@ def _configured(checkpoint: Checkpoint, component: str) -> tuple[str, bool]:
     if entry is None:
         raise UserError(f"{checkpoint.folder} has no config.yaml that names its model: give --model MODEL")
     try:
-        section = yaml.safe_load(_read_checked(checkpoint, entry))[component]
+        section = yaml.safe_load(checkpoint.read_file(entry))[component]
         return str(section["model_name"]), section.get("trust_remote_code") is True
     except (yaml.YAMLError, LookupError, TypeError, AttributeError):
         where = checkpoint.folder / entry.path
@@ -156,7 +154,7 @@ def _copy_tokenizer(checkpoint: Checkpoint, model: Path, folder: Path) -> None:
         path = folder / PurePosixPath(entry.path).relative_to("tokenizer")
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "xb") as file:  # never over the configuration
-            file.write(_read_checked(checkpoint, entry))
+            file.write(checkpoint.read_file(entry))
     if not entries:
         for path in {path for pattern in _TOKENIZER_FILES for path in model.glob(pattern) if path.is_file()}:
             (folder / path.name).write_bytes(path.read_bytes())
@@ -190,17 +188,6 @@ def _write_weights(
         save_file(tensors, folder / file, metadata={"format": "pt"})
         # safetensors makes files that nobody else can read.
         (folder / file).chmod((folder / "config.json").stat().st_mode & 0o777)
-
-
-def _read_checked(checkpoint: Checkpoint, entry: FileEntry) -> bytes:
-    path = checkpoint.folder / entry.path
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    if digest_bytes(data) != entry.checksum:
-        raise CorruptCheckpointError(f"{path}: does not match its checksum in the manifest: it was altered")
-    return data
 
 
 def _write_json(path: Path, content: Any) -> None:

@@ -66,16 +66,21 @@ class Checkpoint:
         entry = next((file for file in self.manifest.files if file.path == TRAINER_NAME), None)
         if entry is None:
             raise CorruptCheckpointError(f"{path}: not listed in the manifest")
+        state = json.loads(self.read_file(entry))
+        if not isinstance(state, dict):
+            raise CorruptCheckpointError(f"{path}: an object is expected")
+        return state
+
+    def read_file(self, entry: FileEntry) -> bytes:
+        """A small file of the manifest, whole. Raises CorruptCheckpointError if it does not match its checksum."""
+        path = self.folder / entry.path
         try:
             data = path.read_bytes()
         except OSError as error:
             raise UserError(f"{path}: cannot be read ({error.strerror})") from None
         if digest_bytes(data) != entry.checksum:
             raise CorruptCheckpointError(f"{path}: does not match its checksum in the manifest: it was altered")
-        state = json.loads(data)
-        if not isinstance(state, dict):
-            raise CorruptCheckpointError(f"{path}: an object is expected")
-        return state
+        return data
 
 
 class ComponentReader:

@@ -207,7 +207,8 @@ def _validate(run: Runtime, stop: StopRequest, accuracies: list[float]) -> dict[
 
 
 def _log(run: Runtime, metrics: dict[str, float]) -> None:
-    tokens = metrics[names.PERFORMANCE_GENERATION_TOKENS_PER_SEC] * metrics[names.TIMING_GENERATION]
+    completions = run.config.grpo.num_prompts_per_step * run.config.grpo.num_generations_per_prompt
+    tokens = metrics[names.TRAIN_MEAN_GEN_TOKENS_PER_SAMPLE] * completions
     metrics[names.PERFORMANCE_TOKENS_PER_SEC] = tokens / metrics[names.TIMING_TOTAL_STEP_TIME]
     if torch.cuda.is_available():
         metrics[names.MEMORY_ALLOCATED] = float(torch.cuda.memory_allocated())

@@ -1,26 +1,11 @@
 import json
-import shutil
 import socket
-from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
 from headwater.errors import UserError
 from headwater.models.check import check_model
-from headwater.models.tiny import make_tiny
-
-
-@pytest.fixture(scope="module")
-def pristine(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    make_tiny(folder)
-    return folder
-
-
-@pytest.fixture
-def model(pristine, tmp_path):
-    return Path(shutil.copytree(pristine, tmp_path / "model"))
 
 
 def change_weights(folder, change):

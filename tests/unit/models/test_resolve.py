@@ -1,5 +1,4 @@
 import json
-import shutil
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -11,25 +10,12 @@ from safetensors.torch import load_file, save_file
 
 from headwater.errors import BlockedError, UserError
 from headwater.models import builtin, resolve
-from headwater.models.tiny import make_tiny
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("HEADWATER_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
-
-
-@pytest.fixture(scope="module")
-def pristine(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    make_tiny(folder)
-    return folder
-
-
-@pytest.fixture
-def model(pristine, tmp_path):
-    return Path(shutil.copytree(pristine, tmp_path / "model"))
 
 
 @pytest.fixture
