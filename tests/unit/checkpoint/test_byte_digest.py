@@ -1,11 +1,19 @@
 import subprocess
 import sys
+from functools import lru_cache
 
 import numpy as np
 import pytest
 
 from headwater.checkpoint import byte_digest
-from headwater.checkpoint.byte_digest import BLOCK_BYTES, Digester, digest_bytes
+from headwater.checkpoint.byte_digest import (
+    BLOCK_BYTES,
+    LANE_WEIGHTS,
+    Digester,
+    block_weights,
+    digest_bytes,
+    digest_many,
+)
 from headwater.checkpoint.dtype_sizes import ITEMSIZES
 from headwater.checkpoint.dtypes import DTYPES
 
@@ -22,11 +30,46 @@ def test_threads_do_not_change_the_value(threads: int, blocks: int, monkeypatch:
     expected = digest_bytes(data)
     monkeypatch.setattr(byte_digest, "_THREADS", threads)
     monkeypatch.setattr(byte_digest, "_PART_BLOCKS", 2)
+    monkeypatch.setattr(byte_digest, "_THREAD_BYTES", BLOCK_BYTES)
     assert digest_bytes(data) == expected
     stream = Digester()
     for part in np.array_split(data, 7):
         stream.update(part)
     assert stream.value() == expected
+
+
+@pytest.mark.parametrize("offset", [0, 4, 1])
+@pytest.mark.parametrize("lanes", [0, 1, 9, BLOCK_BYTES // 8 - 1, BLOCK_BYTES // 8, 2 * BLOCK_BYTES // 8 + 5])
+def test_the_compiled_loop_equals_that_of_numpy(lanes: int, offset: int):
+    data = np.random.default_rng(lanes).integers(0, 256, 8 * lanes + offset, dtype=np.uint8)[offset:].view("<u8")
+    weights = block_weights(3, -(-8 * lanes // BLOCK_BYTES))
+    compiled = byte_digest._compiled()
+    assert compiled is not byte_digest._sum_by_numpy
+    expected = byte_digest._sum_by_numpy(data, LANE_WEIGHTS, weights)
+    assert int(compiled(data, LANE_WEIGHTS, weights)) == expected
+
+
+def test_digests_of_many_buffers_are_those_of_each():
+    generator = np.random.default_rng(5)
+    buffers = [generator.integers(0, 256, size, dtype=np.uint8) for size in (0, 3, 20 * BLOCK_BYTES + 5, 8, 12_345)]
+    assert digest_many(buffers) == [digest_bytes(buffer) for buffer in buffers]
+    assert digest_many([]) == []
+
+
+def test_blocks_beyond_the_known_weights_are_weighted_alike():
+    known = len(byte_digest._FIRST_BLOCK_WEIGHTS)
+    assert list(byte_digest._known_block_weights(known - 2, 4)) == list(block_weights(known - 2, 4))
+
+
+def test_without_a_compiler_numpy_gives_the_same_value(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    data = np.random.default_rng(1).integers(0, 256, 20 * BLOCK_BYTES + 3, dtype=np.uint8)
+    expected = digest_bytes(data)
+    monkeypatch.setattr(byte_digest, "_compiled", lru_cache(byte_digest._compiled.__wrapped__))
+    monkeypatch.setitem(sys.modules, "headwater.checkpoint.compiled_digest", None)
+    assert digest_bytes(data) == expected
+    assert "numpy" in caplog.text
 
 
 def test_what_the_writer_process_imports_does_not_import_torch():
