@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from headwater.checkpoint.digest import digest
+from headwater.checkpoint import digest as digest_module
+from headwater.checkpoint.digest import BLOCK_BYTES, device_sums, digest, finish
 from headwater.cli.main import main
 from headwater.config.load import load_config
 from headwater.data.types import Problem, Prompt, SamplingParams
@@ -27,6 +28,21 @@ pytestmark = [
 def test_the_digest_is_the_same_on_both_devices(dtype: torch.dtype, length: int) -> None:
     tensor = torch.randint(0, 2, (length,)).to(dtype)
     assert digest(tensor.cuda()) == digest(tensor)
+
+
+def test_digests_of_many_tensors_in_one_launch_are_those_of_each() -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths = [0, 1, 7, 8, 9, 1000, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 5, 3 * BLOCK_BYTES + 24]
+    on_host = [torch.randint(0, 256, (length,), dtype=torch.uint8, generator=generator) for length in lengths]
+    on_host += [torch.randn(33, 77, generator=generator).bfloat16(), torch.tensor(3.0)]
+    assert digest_module._many_on(torch.zeros(1, device="cuda").device) is not None, "the plain path took its place"
+    for _ in range(2):  # the second time with what the first left in the cache, and at other addresses
+        tensors = [tensor.cuda() for tensor in on_host]
+        tensors += [tensors[-2].t(), tensors[-2].view(-1)[1:], tensors[9][5:]]
+        totals = device_sums(tensors).tolist()
+        sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+        assert list(map(finish, totals, sizes)) == [digest(tensor.cpu()) for tensor in tensors]
+        on_host = [tensor.flip(0) if tensor.dim() else tensor + 1 for tensor in on_host]
 
 
 def test_the_digest_of_a_view_is_that_of_its_elements() -> None:

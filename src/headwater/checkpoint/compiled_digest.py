@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numba
 import numpy as np
@@ -12,7 +13,7 @@ _LANES = types.Array(types.uint64, 1, "C", readonly=True, aligned=False)
 _SIGNATURE = types.uint64(_LANES, _LANES, _LANES)
 
 
-def _sum_blocks(lanes: np.ndarray, lane_weights: np.ndarray, block_weights: np.ndarray) -> np.uint64:
+def _sum_blocks(lanes: np.ndarray, lane_weights: np.ndarray, block_weights: np.ndarray) -> Any:
     total = np.uint64(0)
     longest = len(lane_weights)
     for index in range(len(block_weights)):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from functools import lru_cache
-from typing import Any
+import logging
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,8 +19,12 @@ from headwater.checkpoint.byte_digest import (
     Digester,
     block_weights,
     digest_bytes,
+    digest_many,
     finish,
 )
+
+if TYPE_CHECKING:
+    from headwater.checkpoint.triton_digest import DeviceDigests
 
 __all__ = [
     "BLOCK_BYTES",
@@ -26,11 +32,16 @@ __all__ = [
     "BytesLike",
     "Digester",
     "device_sum",
+    "device_sums",
     "digest",
     "digest_bytes",
     "digest_on_device",
+    "digests",
     "finish",
+    "warm_up_device",
 ]
+_Value = TypeVar("_Value")
+_log = logging.getLogger(__name__)
 _SLAB_BYTES = 256 * BLOCK_BYTES  # bounds the temporaries of the torch path to a few hundred MB
 
 
@@ -40,10 +51,30 @@ def digest(tensor: torch.Tensor) -> int:
     tensor: any shape, strides and dtype of whole bytes. Shape and dtype are not part of the value: it equals
         `digest_bytes` of the contiguous bytes.
     """
-    if tensor.device.type == "cpu":
-        data = _flat_bytes(tensor)
-        return digest_bytes(_borrowed(data))
-    return digest_on_device(tensor)
+    return digests([tensor])[0] if tensor.device.type == "cpu" else digest_on_device(tensor)
+
+
+def digests(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """`digest` of several tensors in host memory, shared out to threads."""
+    return _in_place_and_others(tensors, _digests_together)
+
+
+def _digests_together(tensors: Sequence[torch.Tensor]) -> list[int]:
+    data = [_flat_bytes(tensor) for tensor in tensors]  # may be copies, to be kept until they are read
+    return digest_many([_borrowed(item) for item in data])
+
+
+def _in_place_and_others(
+    tensors: Sequence[torch.Tensor], compute: Callable[[Sequence[torch.Tensor]], Sequence[_Value]]
+) -> list[_Value]:
+    """One value of each tensor: together for all that are read in place, one by one for the others."""
+    together = [index for index, tensor in enumerate(tensors) if _readable_in_place(tensor)]
+    values = dict(zip(together, compute([tensors[index] for index in together]), strict=True)) if together else {}
+    return [values[index] if index in values else compute([tensor])[0] for index, tensor in enumerate(tensors)]
+
+
+def _readable_in_place(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and tensor.data_ptr() % 8 == 0
 
 
 def digest_on_device(tensor: torch.Tensor) -> int:
@@ -63,6 +94,45 @@ def device_sum(tensor: torch.Tensor) -> torch.Tensor:
         total += _weighted_sum(rows, first_block)
         total += _weighted_sum(tail.view(1, -1), first_block + whole)
     return total
+
+
+def device_sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`device_sum` of several tensors of one device, in one launch where Triton is there: int64 [tensors]."""
+    device = tensors[0].device
+    many = _many_on(device) if device.type == "cuda" else None
+    if many is None:
+        return torch.stack([device_sum(tensor) for tensor in tensors])
+
+    def sums(some: Sequence[torch.Tensor]) -> torch.Tensor:
+        return many.sums([_aligned(_flat_bytes(tensor)) for tensor in some])
+
+    if all(map(_readable_in_place, tensors)):
+        return sums(tensors)
+    return torch.stack(_in_place_and_others(tensors, lambda some: sums(some).unbind()))
+
+
+def warm_up_device(device: torch.device) -> None:
+    """Have the kernel of `device_sums` compiled, which takes seconds once; waits for it."""
+    device_sums([torch.zeros(1, dtype=torch.uint8, device=device)]).tolist()
+
+
+@cache
+def _many_on(device: torch.device) -> DeviceDigests | None:
+    try:
+        from headwater.checkpoint.triton_digest import DeviceDigests
+
+        many = DeviceDigests(device)
+        probe = torch.arange(3, dtype=torch.uint8, device=device)
+        if not torch.equal(many.sums([probe]), device_sum(probe).view(1)):
+            raise RuntimeError("its kernel computes another value")
+        return many
+    except Exception as error:
+        _log.warning("digests on %s are computed by plain torch operations, which is slower: %s", device, error)
+        return None
+
+
+def _aligned(data: torch.Tensor) -> torch.Tensor:
+    return data.clone() if data.data_ptr() % 8 else data
 
 
 def _borrowed(data: torch.Tensor) -> np.ndarray:

@@ -58,10 +58,16 @@ def snapshot(chunks: Iterable[Chunk]) -> list[StagedChunk]:
 
 def check_chunks(chunks: Sequence[Chunk]) -> None:
     """Refuse what cannot be saved; raises as `snapshot` does."""
+    check_boxes(chunks)
+    for chunk in chunks:
+        check_storage(chunk)
+
+
+def check_boxes(chunks: Sequence[Chunk]) -> None:
+    """What depends on names and shapes alone. Raises ValueError."""
     seen: set[tuple[str, tuple[int, ...]]] = set()
     for chunk in chunks:
         _check_box(chunk)
-        _check_storage(chunk)
         if (chunk.name, chunk.offset) in seen:
             raise ValueError(f"chunk {chunk.name} at offset {chunk.offset} is given twice")
         seen.add((chunk.name, chunk.offset))
@@ -84,15 +90,18 @@ def _check_box(chunk: Chunk) -> None:
         )
 
 
-def _check_storage(chunk: Chunk) -> None:
-    """A tensor whose storage was resized away still has a shape; reading it is undefined."""
+def check_storage(chunk: Chunk) -> None:
+    """A tensor whose storage was resized away still has a shape; reading it is undefined. Raises HeadwaterError."""
     tensor = chunk.tensor
-    if tensor.numel() == 0:
+    count = tensor.numel()
+    if count == 0:
         return
-    last = tensor.storage_offset() + sum(
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    last = tensor.storage_offset() + (
+        count - 1
+        if tensor.is_contiguous()
+        else sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     )
-    if tensor.device.type == "meta" or (last + 1) * tensor.element_size() > tensor.untyped_storage().nbytes():
+    if tensor.is_meta or (last + 1) * tensor.element_size() > tensor.untyped_storage().nbytes():
         raise HeadwaterError(
             f"chunk {chunk.name} has no storage to save: it was freed or moved away without its view being renewed"
         )

@@ -1,7 +1,7 @@
 """The first state of a save, overlapped with training: live tensors into the image of the file to write.
 
-    call:        digest every live tensor ──> copy what a forward pass changes ──> return
-    background:  copy the rest ──> seal ──> hand over to the writer
+    call:        digest every live tensor ──> clone what a forward pass changes ──> return
+    background:  copy all ──> seal ──> hand over to the writer
 
 The digests are those of the moment of the call. A tensor that changes before its copy is taken, which the fence
 prevents, makes the writer's digest differ, and the save is refused.
@@ -12,18 +12,19 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from headwater.checkpoint.chunk import Chunk
-from headwater.checkpoint.digest import device_sum, digest, finish
+from headwater.checkpoint.digest import device_sums, digests, finish
 from headwater.checkpoint.dtypes import dtype_name
 from headwater.checkpoint.host_buffer import Lease
 from headwater.checkpoint.layout import Box, FileLayout, lay_out
-from headwater.checkpoint.snapshot import check_chunks
+from headwater.checkpoint.snapshot import check_boxes, check_storage
 from headwater.errors import HeadwaterError
 
 _Copy = tuple[torch.Tensor, torch.Tensor]
@@ -42,20 +43,24 @@ class Planner:
 
     def __init__(self, remembered: int = 8) -> None:
         self._remembered = remembered
-        self._layouts: dict[tuple[Box, ...], FileLayout] = {}
+        self._plans: dict[tuple[object, ...], ComponentPlan] = {}
 
     def plan(self, chunks: Sequence[Chunk]) -> ComponentPlan:
         """Raises as `snapshot` does for chunks that cannot be saved."""
-        check_chunks(chunks)
-        boxes = tuple(
-            Box(c.name, dtype_name(c.tensor.dtype), tuple(c.tensor.shape), c.global_shape, c.offset) for c in chunks
-        )
-        layout = self._layouts.get(boxes)
-        if layout is None:
-            while len(self._layouts) >= self._remembered:
-                del self._layouts[next(iter(self._layouts))]
-            layout = self._layouts[boxes] = lay_out(boxes)
-        return ComponentPlan(boxes, layout)
+        structure = tuple((c.name, c.tensor.dtype, c.tensor.shape, c.global_shape, c.offset) for c in chunks)
+        plan = self._plans.get(structure)
+        if plan is None:
+            check_boxes(chunks)
+            boxes = tuple(
+                Box(c.name, dtype_name(c.tensor.dtype), tuple(c.tensor.shape), c.global_shape, c.offset) for c in chunks
+            )
+            plan = ComponentPlan(boxes, lay_out(boxes))
+            while len(self._plans) >= self._remembered:
+                del self._plans[next(iter(self._plans))]
+            self._plans[structure] = plan
+        for chunk in chunks:
+            check_storage(chunk)
+        return plan
 
 
 class Staging:
@@ -117,104 +122,99 @@ class Stager:
         plans: of the very chunks given, by component; `lease` has a buffer for each.
         """
         staging = Staging(label)
-        digests = {name: _Digests(parts) for name, parts in chunks.items()}
-        later: list[_Copy] = []
-        now: list[_Copy] = []
-        for name, parts in chunks.items():
-            layout = plans[name].layout
-            image = lease.writable(name, layout.size)
-            image[: len(layout.header)] = np.frombuffer(layout.header, np.uint8)
-            for chunk, (begin, end) in zip(parts, layout.ranges, strict=True):
-                (now if chunk.changes_in_forward else later).append(_copy_of(chunk, image[begin:end]))
-        for target, source in now:
-            target.copy_(source)
-        wait_for_copies = self._enqueue(later, lease.pinned)
+        live = _LiveDigests([chunk.tensor for parts in chunks.values() for chunk in parts])
+        sources = {name: [_source(chunk) for chunk in parts] for name, parts in chunks.items()}
+        behind = _current_events(source for parts in sources.values() for source in parts)
 
-        def finish_in_background() -> None:
+        def stage_in_background() -> None:
             error = None
             try:
-                wait_for_copies()
-                staging.digests = {name: part.values() for name, part in digests.items()}
+                copies = [
+                    copy for name, parts in sources.items() for copy in _copies(parts, plans[name].layout, lease, name)
+                ]
+                self._copy(copies, behind)
+                values = live.values(self._stream)
+                for name, parts in sources.items():
+                    staging.digests[name], values = values[: len(parts)], values[len(parts) :]
                 lease.seal()
             except Exception as problem:
                 error = problem
             staging._finish(error)
             then(staging)
 
-        self._jobs.put(finish_in_background)
+        self._jobs.put(stage_in_background)
         return staging
 
-    def _enqueue(self, copies: list[_Copy], pinned: bool) -> Callable[[], None]:
-        """Begin the copies; returns what ends when they are done, to be called in the background."""
-        on_device = [copy for copy in copies if copy[1].is_cuda]
-        on_host = [copy for copy in copies if not copy[1].is_cuda]
-        events = []
-        for device in {source.device for _, source in on_device}:
-            stream = self._streams.setdefault(device, torch.cuda.Stream(device))
-            stream.wait_stream(torch.cuda.current_stream(device))  # behind the digests
-            parts = [copy for copy in on_device if copy[1].device == device]
-            if pinned:
-                _copy_on(stream, parts)
-                events.append(stream.record_event())
-            else:  # a copy into pageable memory blocks its caller
-                events.append(_InBackground(stream, parts))
+    def _copy(self, copies: Sequence[_Copy], behind: Mapping[torch.device, Any]) -> None:
+        """Returns when all is copied. Those from a device run behind its event, while those on the host are made."""
+        streams = []
+        try:
+            for device, event in behind.items():
+                streams.append(stream := self._stream(device))
+                stream.wait_event(event)
+                with torch.cuda.stream(stream):
+                    for target, source in copies:
+                        if source.device == device:
+                            target.copy_(source, non_blocking=True)
+            for target, source in copies:
+                if not source.is_cuda:
+                    target.copy_(source)
+        finally:
+            for stream in streams:  # whatever happens: nothing is read or written any more
+                stream.synchronize()
 
-        def run() -> None:
-            for target, source in on_host:
-                target.copy_(source)
-            for event in events:
-                event.synchronize()
-
-        return run
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
 
 
-class _InBackground:
-    """Copies that are made when they are waited for."""
-
-    def __init__(self, stream: torch.cuda.Stream, copies: list[_Copy]) -> None:
-        self._stream = stream
-        self._copies = copies
-
-    def synchronize(self) -> None:
-        _copy_on(self._stream, self._copies)
-        self._stream.synchronize()
+def _source(chunk: Chunk) -> torch.Tensor:
+    """What is copied in the background: the live tensor, or its copy where a forward pass would change that."""
+    tensor = chunk.tensor.detach()
+    return tensor.clone() if chunk.changes_in_forward else tensor
 
 
-def _copy_on(stream: torch.cuda.Stream, copies: list[_Copy]) -> None:
-    with torch.cuda.stream(stream):
-        for target, source in copies:
-            target.copy_(source, non_blocking=True)
-            source.record_stream(stream)  # memory freed meanwhile is not handed out again before it was read
+def _current_events(tensors: Iterable[torch.Tensor]) -> dict[torch.device, Any]:
+    """By CUDA device: the end of what its current stream has been given so far, the digests included."""
+    return {
+        device: torch.cuda.current_stream(device).record_event()
+        for device in {tensor.device for tensor in tensors if tensor.is_cuda}
+    }
 
 
-def _copy_of(chunk: Chunk, image: np.ndarray) -> _Copy:
-    source = chunk.tensor.detach()
-    if source.numel() == 0:
-        return torch.empty(0), torch.empty(0)
-    return torch.from_numpy(image).view(source.dtype).view(source.shape), source
+def _copies(sources: Sequence[torch.Tensor], layout: FileLayout, lease: Lease, name: str) -> Iterator[_Copy]:
+    """The header is written; what is left to copy is returned."""
+    image = lease.writable(name, layout.size)
+    image[: len(layout.header)] = np.frombuffer(layout.header, np.uint8)
+    whole = torch.from_numpy(image)
+    for source, (begin, end) in zip(sources, layout.ranges, strict=True):
+        if begin < end:
+            yield whole[begin:end].view(source.dtype).view(source.shape), source
 
 
-class _Digests:
+class _LiveDigests:
     """Digests of live tensors: at once on a CPU, on a GPU in its current stream without waiting for them."""
 
-    def __init__(self, chunks: Sequence[Chunk]) -> None:
-        self._values: list[int | tuple[torch.Tensor, int]] = []
-        devices = {chunk.tensor.device for chunk in chunks if chunk.tensor.is_cuda}
-        for chunk in chunks:
-            tensor = chunk.tensor
-            nbytes = tensor.numel() * tensor.element_size()
-            self._values.append((device_sum(tensor), nbytes) if tensor.is_cuda else digest(tensor))
-        # Whoever reads the sums is in another thread, and so in another stream.
-        self._computed = [torch.cuda.current_stream(device).record_event() for device in devices]
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._nbytes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+        on_host = [index for index, tensor in enumerate(tensors) if not tensor.is_cuda]
+        self._known = dict(zip(on_host, digests([tensors[index] for index in on_host]), strict=True))
+        self._sums: list[tuple[list[int], torch.Tensor]] = []
+        for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+            there = [index for index, tensor in enumerate(tensors) if tensor.device == device]
+            self._sums.append((there, device_sums([tensors[index] for index in there])))
 
-    def values(self) -> list[int]:
-        """Waits for the device."""
-        for event in self._computed:
-            event.synchronize()
-        sums = [value[0] for value in self._values if isinstance(value, tuple)]
-        totals = iter([int(total) for total in torch.stack(sums).tolist()] if sums else [])
-        return [finish(next(totals), value[1]) if isinstance(value, tuple) else value for value in self._values]
+    def values(self, stream: Callable[[torch.device], torch.cuda.Stream]) -> list[int]:
+        """stream: of a device, one that runs behind the digests but not behind what training asks for meanwhile."""
+        known = dict(self._known)
+        for indices, sums in self._sums:
+            with torch.cuda.stream(stream(sums.device)):
+                totals = sums.tolist()
+            for index, total in zip(indices, totals, strict=True):
+                known[index] = finish(total, self._nbytes[index])
+        return [known[index] for index in range(len(self._nbytes))]

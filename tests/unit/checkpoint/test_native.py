@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from headwater.checkpoint import native as native_module
+from headwater.checkpoint import staging as staging_module
 from headwater.checkpoint.chunk import Chunk
 from headwater.checkpoint.fence import Fence
 from headwater.checkpoint.manager import CheckpointManager
@@ -71,18 +72,13 @@ def tensors() -> Tensors:
 def slow_copies(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Copies of the staging thread wait until the event is set."""
     go = threading.Event()
-    real = Stager._enqueue
+    real = Stager._copy
 
-    def enqueue(self: Stager, *args: Any) -> Callable[[], None]:
-        run = real(self, *args)
+    def copy(self: Stager, *args: Any) -> None:
+        assert go.wait(60)
+        real(self, *args)
 
-        def later() -> None:
-            assert go.wait(60)
-            run()
-
-        return later
-
-    monkeypatch.setattr(Stager, "_enqueue", enqueue)
+    monkeypatch.setattr(Stager, "_copy", copy)
     return go
 
 
@@ -189,22 +185,8 @@ def test_a_stale_view_in_staging_is_refused(
 ):
     """A copier that remembers tensors of the first save, as a cache keyed by names would."""
     manager = make()
-    real, remembered = native_module.Stager.stage, {}
-
-    def stage(self: Stager, label: str, chunks: Any, plans: Any, lease: Any, then: Any) -> Any:
-        from headwater.checkpoint import staging as module
-
-        copy = module._copy_of
-
-        def stale(chunk: Chunk, image: Any) -> Any:
-            old = remembered.setdefault(chunk.name, chunk.tensor)
-            return copy(Chunk.whole(chunk.name, old), image)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(module, "_copy_of", stale)
-            return real(self, label, chunks, plans, lease, then)
-
-    monkeypatch.setattr(native_module.Stager, "stage", stage)
+    real, remembered = staging_module._source, {}
+    monkeypatch.setattr(staging_module, "_source", lambda chunk: remembered.setdefault(chunk.name, real(chunk)))
     save(manager, 1, tensors)
     manager.wait_committed(60)
     replace(tensors)
