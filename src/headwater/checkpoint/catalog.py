@@ -33,18 +33,22 @@ class Found:
         return self.step, self.manifest.saved_at_ns if self.manifest else float("inf")
 
 
+def pinned(folder: Path) -> bool:
+    """Whether a save's folder must never be pruned."""
+    return (folder / PIN_NAME).exists() or folder.is_symlink()
+
+
 def look_at(folder: Path) -> Found:
     """Describe one save's folder."""
     step, save_id = parse_folder_name(folder.name) or (0, "")
-    pinned = (folder / PIN_NAME).exists() or folder.is_symlink()
     if not committed(folder):
-        return Found(folder, step, save_id, False, pinned)
+        return Found(folder, step, save_id, False, pinned(folder))
     try:
         manifest = read_manifest(folder)
     except UserError as problem:
         # Gone between the two looks: a running job pruned it.
-        return Found(folder, step, save_id, committed(folder), pinned, problem=problem)
-    return Found(folder, manifest.step, manifest.save_id, True, pinned, manifest)
+        return Found(folder, step, save_id, committed(folder), pinned(folder), problem=problem)
+    return Found(folder, manifest.step, manifest.save_id, True, pinned(folder), manifest)
 
 
 def scan(root: Path) -> list[Found]:
@@ -52,11 +56,15 @@ def scan(root: Path) -> list[Found]:
 
     Raises UserError when the folder cannot be listed.
     """
+    return sorted(map(look_at, save_folders(root)), key=lambda found: found.order)
+
+
+def save_folders(root: Path) -> list[Path]:
+    """The folders of all saves, in any order, committed or not. Raises UserError when `root` cannot be listed."""
     try:
-        entries = [entry for entry in root.iterdir() if parse_folder_name(entry.name) and entry.is_dir()]
+        return [entry for entry in root.iterdir() if parse_folder_name(entry.name) and entry.is_dir()]
     except OSError as error:
         raise UserError(f"{root}: cannot be listed ({error.strerror})") from None
-    return sorted(map(look_at, entries), key=lambda found: found.order)
 
 
 def newest(root: Path) -> Found | None:

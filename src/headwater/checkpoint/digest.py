@@ -103,12 +103,9 @@ def device_sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     if many is None:
         return torch.stack([device_sum(tensor) for tensor in tensors])
 
-    def sums(some: Sequence[torch.Tensor]) -> torch.Tensor:
-        return many.sums([_aligned(_flat_bytes(tensor)) for tensor in some])
-
     if all(map(_readable_in_place, tensors)):
-        return sums(tensors)
-    return torch.stack(_in_place_and_others(tensors, lambda some: sums(some).unbind()))
+        return many.sums(tensors)
+    return torch.stack(_in_place_and_others(tensors, lambda some: many.sums(list(map(_in_place, some))).unbind()))
 
 
 def warm_up_device(device: torch.device) -> None:
@@ -131,8 +128,8 @@ def _many_on(device: torch.device) -> DeviceDigests | None:
         return None
 
 
-def _aligned(data: torch.Tensor) -> torch.Tensor:
-    return data.clone() if data.data_ptr() % 8 else data
+def _in_place(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if _readable_in_place(tensor) else tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _borrowed(data: torch.Tensor) -> np.ndarray:

@@ -15,16 +15,16 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from headwater.checkpoint import preflight
-from headwater.checkpoint.catalog import Found, newest, scan
+from headwater.checkpoint.catalog import Found, look_at, newest, pinned, save_folders, scan
 from headwater.checkpoint.chunk import Chunk
 from headwater.checkpoint.commit import commit, committed, discard, new_folder, remove
 from headwater.checkpoint.fence import Fence
-from headwater.checkpoint.manifest import ChunkEntry, FileEntry, Manifest, validate
+from headwater.checkpoint.manifest import MANIFEST_NAME, ChunkEntry, FileEntry, Manifest, validate
 from headwater.checkpoint.native import NativeSaver, SaveOrder, SaveResult
 from headwater.checkpoint.reader import TRAINER_NAME, Checkpoint
 from headwater.checkpoint.retention import Saved, keys_to_keep
@@ -69,6 +69,7 @@ class CheckpointManager:
         self._model_identity = model_identity
         self._metrics: dict[int, float] = {}
         self._previous: dict[tuple[str, str, tuple[int, ...]], int] = {}
+        self._readable: dict[str, tuple[object, Saved]] = {}
         self._lock = preflight.prepare(self.root)
         for found in scan(self.root):
             if not found.committed and not found.folder.is_symlink():
@@ -257,7 +258,8 @@ class CheckpointManager:
             "commit_s": time.perf_counter() - written_at,
             "bytes": float(sum(file.size for file in files)),
         }
-        self._saved(SaveResult(order.step, folder, tuple(entries), measured))
+        digests = {(entry.component, entry.name, entry.offset): entry.digest for entry in entries}
+        self._saved(SaveResult(order.step, folder, digests, measured))
         return folder
 
     def _saved(self, result: SaveResult) -> None:
@@ -269,9 +271,10 @@ class CheckpointManager:
                 else:
                     self._report(result.error)
                 return
-            repeated = self._count_repeated(result.entries)
+            repeated = sum(self._previous.get(key) == digest for key, digest in result.digests.items())
+            self._previous = result.digests
             self._news.metrics |= {f"checkpoint/{name}": value for name, value in result.measured.items()}
-            self._news.metrics["checkpoint/chunks_advanced"] = float(len(result.entries) - repeated)
+            self._news.metrics["checkpoint/chunks_advanced"] = float(len(result.digests) - repeated)
             self._news.metrics["checkpoint/chunks_repeated"] = float(repeated)
             self._news.notes.append(f"committed {result.folder}")
             self._prune()
@@ -294,12 +297,6 @@ class CheckpointManager:
             if isinstance(error, OSError):
                 raise UserError(f"saving step {step} to {self.root} failed: {preflight.explain(error)}") from error
             raise
-
-    def _count_repeated(self, entries: Sequence[ChunkEntry]) -> int:
-        """Chunks whose live digest is that of this manager's previous save."""
-        digests = {(entry.component, entry.name, entry.offset): entry.digest for entry in entries}
-        previous, self._previous = self._previous, digests
-        return sum(previous.get(key) == digest for key, digest in digests.items())
 
     @property
     def metric_history(self) -> dict[str, float]:
@@ -330,19 +327,30 @@ class CheckpointManager:
 
     def _prune(self) -> None:
         """Remove what retention does not keep; a folder with an unreadable manifest is neither counted nor removed."""
-        readable = {found.folder.name: found for found in scan(self.root) if found.manifest}
-        saved = [
-            Saved(name, found.step, found.manifest.saved_at_ns, found.pinned)
-            for name, found in readable.items()
-            if found.manifest
-        ]
+        saved = list(filter(None, map(self._saved_in, save_folders(self.root))))
         config = self._config
         keep = keys_to_keep(saved, config.keep_latest_k, config.keep_top_k, self._metrics, config.higher_is_better)
-        for name in readable.keys() - keep:
+        for name in {item.key for item in saved} - keep:
             try:
-                remove(readable[name].folder)
+                remove(self.root / name)
             except OSError as error:
-                _log.warning("could not prune %s: %s", readable[name].folder, error)
+                _log.warning("could not prune %s: %s", self.root / name, error)
+
+    def _saved_in(self, folder: Path) -> Saved | None:
+        """A committed, readable checkpoint; its manifest is read again only where the file was touched."""
+        try:
+            status = (folder / MANIFEST_NAME).stat()
+        except OSError:
+            return None
+        version = (status.st_ino, status.st_size, status.st_mtime_ns)
+        known, saved = self._readable.get(folder.name, (None, None))
+        if known != version or saved is None:
+            found = look_at(folder)
+            if found.manifest is None:
+                return None
+            saved = Saved(folder.name, found.step, found.manifest.saved_at_ns)
+            self._readable[folder.name] = (version, saved)
+        return replace(saved, pinned=pinned(folder))
 
 
 def _bytes_needed(chunks: Mapping[str, Sequence[Chunk]], small_files: Mapping[str, bytes]) -> int:

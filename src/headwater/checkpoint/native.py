@@ -16,7 +16,6 @@ from pathlib import Path
 from headwater.checkpoint.chunk import Chunk
 from headwater.checkpoint.fence import Fence
 from headwater.checkpoint.host_buffer import BufferPool, Lease, shared_file
-from headwater.checkpoint.manifest import ChunkEntry
 from headwater.checkpoint.staging import ComponentPlan, Planner, Stager, Staging
 from headwater.checkpoint.supervisor import Job, Supervisor
 from headwater.checkpoint.write_request import WriteRequest
@@ -40,11 +39,15 @@ class SaveOrder:
 
 @dataclass
 class SaveResult:
-    """How a save ended. measured: seconds and bytes, by metric name without its group. error: None if committed."""
+    """How a save ended.
+
+    digests: live ones, by component, name and offset of the chunk. measured: seconds and bytes, by metric name
+    without its group. error: None if committed.
+    """
 
     step: int
     folder: Path | None = None
-    entries: tuple[ChunkEntry, ...] = ()
+    digests: dict[tuple[str, str, tuple[int, ...]], int] = field(default_factory=dict)
     measured: dict[str, float] = field(default_factory=dict)
     error: HeadwaterError | None = None
 
@@ -96,7 +99,7 @@ class NativeSaver:
 
         Raises as `snapshot` does, UserError where there is no memory, HeadwaterError where no buffer gets free.
         """
-        plans = {name: self._planner.plan(parts) for name, parts in order.chunks.items()}
+        plans = {name: self._planner.plan(name, parts) for name, parts in order.chunks.items()}
         sizes = {name: plan.layout.size for name, plan in plans.items()}
         pin = any(chunk.tensor.is_cuda for parts in order.chunks.values() for chunk in parts)
         lease = self._acquire(sizes, pin, order.step, skip_when_busy)
@@ -143,7 +146,11 @@ class NativeSaver:
         try:
             if staging.error is not None:
                 raise staging.error
-            result.entries = tuple(_entries(plans, staging.digests))
+            ordered: list[int] = []
+            for name, plan in plans.items():
+                digests = staging.digests[name]
+                result.digests |= zip(plan.keys, digests, strict=True)
+                ordered += [digests[index] for index in plan.layout.order]
             request = WriteRequest(
                 save=save,
                 rank=0,
@@ -152,8 +159,9 @@ class NativeSaver:
                 weight_version=order.weight_version,
                 model_identity=order.model_identity,
                 saved_at_ns=order.saved_at_ns,
-                chunks=result.entries,
-                images=tuple((_path(name), plan.layout.size) for name, plan in plans.items()),
+                structure=tuple(plan.structure for plan in plans.values()),
+                digests=tuple(ordered),
+                images=tuple((plan.path, plan.layout.size) for plan in plans.values()),
                 small=order.small_files,
             )
             fd = shared_file(self._root)
@@ -204,25 +212,3 @@ class NativeSaver:
         self._stager.close()
         self._supervisor.close()
         self._pool.close()
-
-
-def _path(component: str) -> str:
-    return f"{component}/rank-00000.safetensors"
-
-
-def _entries(plans: Mapping[str, ComponentPlan], digests: Mapping[str, Sequence[int]]) -> Iterable[ChunkEntry]:
-    for name, plan in plans.items():
-        for index in plan.layout.order:
-            box, (begin, end) = plan.boxes[index], plan.layout.ranges[index]
-            yield ChunkEntry(
-                component=name,
-                name=box.name,
-                global_shape=box.global_shape,
-                offset=box.offset,
-                shape=box.shape,
-                dtype=box.dtype,
-                file=_path(name),
-                begin=begin,
-                end=end,
-                digest=digests[name][index],
-            )

@@ -24,18 +24,29 @@ from headwater.checkpoint.digest import device_sums, digests, finish
 from headwater.checkpoint.dtypes import dtype_name
 from headwater.checkpoint.host_buffer import Lease
 from headwater.checkpoint.layout import Box, FileLayout, lay_out
+from headwater.checkpoint.manifest import ChunkEntry
 from headwater.checkpoint.snapshot import check_boxes, check_storage
+from headwater.checkpoint.write_request import encode_structure
 from headwater.errors import HeadwaterError
 
 _Copy = tuple[torch.Tensor, torch.Tensor]
 
 
+_Key = tuple[str, str, tuple[int, ...]]
+
+
 @dataclass(frozen=True)
 class ComponentPlan:
-    """boxes: of the chunks in the order given. layout: of the component's file."""
+    """The file of one component.
 
-    boxes: tuple[Box, ...]
+    path: in the checkpoint's folder. layout: of the file. keys: component, name and offset of each chunk, in the
+    order given. structure: the chunks as a manifest lists them, in the order of the file; see `encode_structure`.
+    """
+
+    path: str
     layout: FileLayout
+    keys: tuple[_Key, ...]
+    structure: bytes
 
 
 class Planner:
@@ -45,22 +56,42 @@ class Planner:
         self._remembered = remembered
         self._plans: dict[tuple[object, ...], ComponentPlan] = {}
 
-    def plan(self, chunks: Sequence[Chunk]) -> ComponentPlan:
+    def plan(self, component: str, chunks: Sequence[Chunk]) -> ComponentPlan:
         """Raises as `snapshot` does for chunks that cannot be saved."""
-        structure = tuple((c.name, c.tensor.dtype, c.tensor.shape, c.global_shape, c.offset) for c in chunks)
-        plan = self._plans.get(structure)
+        parts = tuple((c.name, c.tensor.dtype, c.tensor.shape, c.global_shape, c.offset) for c in chunks)
+        plan = self._plans.get((component, parts))
         if plan is None:
             check_boxes(chunks)
-            boxes = tuple(
-                Box(c.name, dtype_name(c.tensor.dtype), tuple(c.tensor.shape), c.global_shape, c.offset) for c in chunks
-            )
-            plan = ComponentPlan(boxes, lay_out(boxes))
+            plan = _plan(component, chunks)
             while len(self._plans) >= self._remembered:
                 del self._plans[next(iter(self._plans))]
-            self._plans[structure] = plan
+            self._plans[component, parts] = plan
         for chunk in chunks:
             check_storage(chunk)
         return plan
+
+
+def _plan(component: str, chunks: Sequence[Chunk]) -> ComponentPlan:
+    boxes = [Box(c.name, dtype_name(c.tensor.dtype), tuple(c.tensor.shape), c.global_shape, c.offset) for c in chunks]
+    layout = lay_out(boxes)
+    path = f"{component}/rank-00000.safetensors"
+    entries = (
+        ChunkEntry(
+            component=component,
+            name=boxes[index].name,
+            global_shape=boxes[index].global_shape,
+            offset=boxes[index].offset,
+            shape=boxes[index].shape,
+            dtype=boxes[index].dtype,
+            file=path,
+            begin=layout.ranges[index][0],
+            end=layout.ranges[index][1],
+            digest=0,
+        )
+        for index in layout.order
+    )
+    keys = tuple((component, box.name, box.offset) for box in boxes)
+    return ComponentPlan(path, layout, keys, encode_structure(entries))
 
 
 class Staging:

@@ -1,6 +1,7 @@
 """The weighted sums of `byte_digest` for many tensors of one GPU in a single launch, at the speed of its memory."""
 
 # Without postponed annotations: Triton reads those of a kernel's parameters.
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -49,13 +50,13 @@ class DeviceDigests:
         self._device = device
         self._lane_weights = torch.from_numpy(LANE_WEIGHTS.view(np.int64)).to(device)
 
-    def sums(self, tensors: list[torch.Tensor]) -> torch.Tensor:
+    def sums(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """int64 [tensors] on the device, computed in its current stream without waiting for it.
 
         tensors: contiguous, their addresses multiples of 8.
         """
         sums = torch.zeros(len(tensors), dtype=torch.int64, device=self._device)
-        known = _rows(tuple(tensor.numel() * tensor.element_size() for tensor in tensors))
+        known = _rows(tuple([tensor.numel() * tensor.element_size() for tensor in tensors]))
         if len(known) == 0:
             return sums
         table = torch.empty(known.shape, dtype=torch.int64, pin_memory=True)

@@ -13,10 +13,12 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from headwater.checkpoint.manifest import ChunkEntry
 
@@ -27,10 +29,10 @@ _NAMED_CHUNKS = 5
 
 @dataclass(frozen=True)
 class WriteRequest:
-    """All that an attempt needs besides the images. Goes into a memfd: this as JSON, then the small files' bytes.
+    """All that an attempt needs besides the images.
 
-    chunks: with the live digests. images: path and bytes of each file whose image is staged. small: path and
-    content of the other files.
+    structure: of the chunks of each image, as `encode_structure` makes it. digests: live ones, of all chunks in that
+    order. images: path and bytes of each file whose image is staged. small: path and content of the other files.
     """
 
     save: str
@@ -40,20 +42,28 @@ class WriteRequest:
     weight_version: int
     model_identity: str
     saved_at_ns: int
-    chunks: tuple[ChunkEntry, ...]
+    structure: tuple[bytes, ...]
+    digests: tuple[int, ...]
     images: tuple[tuple[str, int], ...]
     small: dict[str, bytes] = field(default_factory=dict)
 
+    @property
+    def chunks(self) -> tuple[ChunkEntry, ...]:
+        """With their live digests."""
+        items = [item for part in self.structure for item in json.loads(part)]
+        return tuple(_chunk(item, digest) for item, digest in zip(items, self.digests, strict=True))
+
     def to_memfd(self, fd: int) -> int:
-        """Write it to an empty file; returns the length of its JSON part. Raises OSError."""
-        document = {key: getattr(self, key) for key in _PLAIN_FIELDS}
-        document["chunks"] = [asdict(chunk) | {"digest": f"{chunk.digest:016x}"} for chunk in self.chunks]
+        """Write it to an empty file: JSON, then what is long. Returns the length of the JSON part. Raises OSError."""
+        document: dict[str, Any] = {key: getattr(self, key) for key in _PLAIN_FIELDS}
         document["images"] = self.images
+        document["structure"] = [len(part) for part in self.structure]
+        document["digests"] = len(self.digests)
         document["small"] = {path: len(data) for path, data in self.small.items()}
         text = json.dumps(document).encode()
         with open(os.dup(fd), "wb") as file:
             file.write(text)
-            for data in self.small.values():
+            for data in (*self.structure, np.array(self.digests, _U64).tobytes(), *self.small.values()):
                 file.write(data)
         return len(text)
 
@@ -61,21 +71,34 @@ class WriteRequest:
     def from_memfd(cls, fd: int, json_bytes: int) -> WriteRequest:
         """The inverse of `to_memfd`."""
         document = json.loads(os.pread(fd, json_bytes, 0))
-        small, position = {}, json_bytes
-        for path, nbytes in document["small"].items():
-            small[path] = os.pread(fd, nbytes, position)
+        position = json_bytes
+
+        def take(nbytes: int) -> bytes:
+            nonlocal position
+            data = os.pread(fd, nbytes, position)
             position += nbytes
-        chunks = tuple(map(_chunk, document["chunks"]))
-        images = tuple((path, size) for path, size in document["images"])
-        return cls(**{key: document[key] for key in _PLAIN_FIELDS}, chunks=chunks, images=images, small=small)
+            return data
+
+        return cls(
+            **{key: document[key] for key in _PLAIN_FIELDS},
+            images=tuple((path, size) for path, size in document["images"]),
+            structure=tuple(take(nbytes) for nbytes in document["structure"]),
+            digests=tuple(np.frombuffer(take(document["digests"] * _U64.itemsize), _U64).tolist()),
+            small={path: take(nbytes) for path, nbytes in document["small"].items()},
+        )
 
 
-def _chunk(item: dict[str, Any]) -> ChunkEntry:
+def encode_structure(chunks: Iterable[ChunkEntry]) -> bytes:
+    """What stays from save to save of chunks: all but their digests."""
+    return json.dumps([{k: v for k, v in vars(chunk).items() if k != "digest"} for chunk in chunks]).encode()
+
+
+def _chunk(item: dict[str, Any], digest: int) -> ChunkEntry:
     fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in item.items()}
-    fields["digest"] = int(item["digest"], 16)
-    return ChunkEntry(**fields)
+    return ChunkEntry(**fields, digest=digest)
 
 
+_U64 = np.dtype("<u8")
 _PLAIN_FIELDS = ("save", "rank", "step", "run_id", "weight_version", "model_identity", "saved_at_ns")
 
 

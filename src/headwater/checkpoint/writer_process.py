@@ -23,14 +23,15 @@ from typing import Any
 
 import numpy as np
 
-from headwater.checkpoint.byte_digest import digest_bytes
+from headwater.checkpoint.byte_digest import digest_bytes, digest_many, warm_up
 from headwater.checkpoint.commit import commit, committed, discard
+from headwater.checkpoint.image_file import ImageFile
+from headwater.checkpoint.layout import PAGE
 from headwater.checkpoint.manifest import FileEntry, Manifest, validate
 from headwater.checkpoint.write_request import WriteRequest, difference_text, receive, send
 from headwater.errors import HeadwaterError
 
 _HEARTBEAT_S = 0.5
-_PIECE = 16 << 20
 _PR_SET_PDEATHSIG = 1
 
 
@@ -41,6 +42,7 @@ class Attempt:
         self.message = message
         self.folder = Path(message["folder"])
         self.bytes_written = 0
+        self._counting = threading.Lock()
         self._made = False
         self._fds = fds
 
@@ -52,14 +54,15 @@ class Attempt:
             discard(Path(leftover))
         self.folder.mkdir()
         self._made = True
-        files = [self._write_small(path, data) for path, data in request.small.items()]
         images = {path: _map(fd, size) for fd, (path, size) in zip(self._fds[1:], request.images, strict=True)}
         with ExitStack() as closing:
-            synced = [self._write_image(path, image, workers, closing) for path, image in images.items()]
-            digests = list(workers.map(lambda c: digest_bytes(images[c.file][c.begin : c.end]), request.chunks))
-            files += [FileEntry(path, len(image), digest_bytes(image)) for path, image in images.items()]
-            for future in synced:
-                future.result()
+            pieces = [piece for path in images for piece in self._write_image(path, *images[path], workers, closing)]
+            files = [self._write_small(path, data) for path, data in request.small.items()]
+            digests = digest_many([images[c.file][0][c.begin : c.end] for c in request.chunks])
+            checksums = digest_many([image[:size] for image, size in images.values()])
+            for piece in pieces:
+                piece.result()
+        files += [FileEntry(path, images[path][1], checksum) for path, checksum in zip(images, checksums, strict=True)]
         differing = [
             f"{chunk.component} {chunk.name}"
             for chunk, digest in zip(request.chunks, digests, strict=True)
@@ -86,25 +89,19 @@ class Attempt:
         return FileEntry(path, len(data), digest_bytes(data))
 
     def _write_image(
-        self, path: str, image: np.ndarray, workers: ThreadPoolExecutor, closing: ExitStack
-    ) -> Future[None]:
-        """Begin to write; the result is there when the file is synced. At the end of `closing` nobody writes it."""
+        self, path: str, image: np.ndarray, size: int, workers: ThreadPoolExecutor, closing: ExitStack
+    ) -> list[Future[None]]:
+        """Begin to write. At the end of `closing` nobody writes any more."""
         target = self.folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        closing.callback(os.close, descriptor)
-        begins = range(0, len(image), _PIECE)
-        pieces = [workers.submit(self._write_piece, descriptor, image, begin) for begin in begins]
-        # Workers take jobs in their order, so that this one only ever waits for pieces that are being written.
-        synced = workers.submit(_sync, pieces, descriptor)
-        closing.callback(wait, [*pieces, synced])
-        return synced
+        file = ImageFile(target, image, size, self._wrote)
+        closing.callback(file.close)
+        pieces = file.write(workers)
+        closing.callback(wait, pieces)
+        return pieces
 
-    def _write_piece(self, descriptor: int, image: np.ndarray, begin: int) -> None:
-        end = min(begin + _PIECE, len(image))
-        while begin < end:
-            count = os.pwrite(descriptor, image[begin:end].data, begin)
-            begin += count
+    def _wrote(self, count: int) -> None:
+        with self._counting:
             self.bytes_written += count
 
     def _commit(self, request: WriteRequest, files: Iterable[FileEntry]) -> None:
@@ -132,15 +129,9 @@ class Attempt:
             os.close(fd)
 
 
-def _map(fd: int, size: int) -> np.ndarray:
-    """The image, read-only: a writer cannot spoil what another attempt may need."""
-    return np.frombuffer(mmap.mmap(fd, size, prot=mmap.PROT_READ), np.uint8)
-
-
-def _sync(pieces: Iterable[Future[None]], descriptor: int) -> None:
-    for piece in pieces:
-        piece.result()
-    os.fsync(descriptor)
+def _map(fd: int, size: int) -> tuple[np.ndarray, int]:
+    """The image in whole pages and its size; read-only: a writer cannot spoil what another attempt may need."""
+    return np.frombuffer(mmap.mmap(fd, -(-size // PAGE) * PAGE, prot=mmap.PROT_READ), np.uint8), size
 
 
 class Writer:
@@ -156,6 +147,7 @@ class Writer:
         """Never returns: the process ends when the trainer's end of the socket does."""
         threading.Thread(target=self._listen, name="headwater-listen", daemon=True).start()
         threading.Thread(target=self._beat, name="headwater-beat", daemon=True).start()
+        threading.Thread(target=warm_up, name="headwater-warm-up", daemon=True).start()
         while True:
             attempt = self._attempts.get()
             self._current = attempt

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from headwater.checkpoint import native as native_module
 from headwater.checkpoint import staging as staging_module
 from headwater.checkpoint.chunk import Chunk
 from headwater.checkpoint.fence import Fence
 from headwater.checkpoint.manager import CheckpointManager
 from headwater.checkpoint.reader import Checkpoint, verify
+from headwater.checkpoint.small_files import TokenizerFiles
 from headwater.checkpoint.staging import Stager
 from headwater.config.schema import CheckpointingConfig
 from headwater.errors import HeadwaterError, UserError
@@ -277,7 +277,7 @@ def test_an_error_in_the_writer_is_raised_once_by_the_next_call_or_reported(
     make: MakeManager, root: Path, tensors: Tensors, monkeypatch: pytest.MonkeyPatch
 ):
     manager = make(on_save_error="continue")
-    monkeypatch.setattr(native_module, "_path", lambda component: "/dev/full")
+    monkeypatch.setattr(TokenizerFiles, "of", lambda self, tokenizer: {"/dev/full": b"x"})
     save(manager, 1, tensors)
     manager.wait_committed(60)
     monkeypatch.undo()
