@@ -35,7 +35,7 @@ def test_digests_of_many_tensors_in_one_launch_are_those_of_each() -> None:
     lengths = [0, 1, 7, 8, 9, 1000, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 5, 3 * BLOCK_BYTES + 24]
     on_host = [torch.randint(0, 256, (length,), dtype=torch.uint8, generator=generator) for length in lengths]
     on_host += [torch.randn(33, 77, generator=generator).bfloat16(), torch.tensor(3.0)]
-    assert digest_module._many_on(torch.zeros(1, device="cuda").device) is not None, "the plain path took its place"
+    assert digest_module._kernel_on(torch.zeros(1, device="cuda").device) is not None, "the plain path took its place"
     for _ in range(2):  # the second time with what the first left in the cache, and at other addresses
         tensors = [tensor.cuda() for tensor in on_host]
         tensors += [tensors[-2].t(), tensors[-2].view(-1)[1:], tensors[9][5:]]

@@ -15,7 +15,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -174,8 +173,19 @@ def _sums(parts: Sequence[_Part], buffers: int) -> list[int]:
     return totals
 
 
-@lru_cache(maxsize=1)
+_loading = threading.Lock()
+_loaded: _InnerLoop | None = None
+
+
 def _compiled() -> _InnerLoop:
+    global _loaded
+    with _loading:
+        if _loaded is None:
+            _loaded = _compile()
+        return _loaded
+
+
+def _compile() -> _InnerLoop:
     try:
         from headwater.checkpoint.compiled_digest import compile_sum_blocks
 
@@ -192,7 +202,9 @@ def warm_up() -> None:
 
 def _inner_loop(nbytes: int) -> _InnerLoop:
     """A few bytes are not worth loading a compiler for; where it is loaded, it is the fastest for them too."""
-    return _compiled() if nbytes > _WORTH_COMPILING or _compiled.cache_info().currsize else _sum_by_numpy
+    if nbytes > _WORTH_COMPILING:
+        return _compiled()
+    return _loaded or _sum_by_numpy
 
 
 def _sum_by_numpy(lanes: np.ndarray, lane_weights: np.ndarray, block_weights: np.ndarray) -> int:

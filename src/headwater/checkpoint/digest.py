@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import cache
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,9 +22,6 @@ from headwater.checkpoint.byte_digest import (
     digest_many,
     finish,
 )
-
-if TYPE_CHECKING:
-    from headwater.checkpoint.triton_digest import DeviceDigests
 
 __all__ = [
     "BLOCK_BYTES",
@@ -98,14 +95,12 @@ def device_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 def device_sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """`device_sum` of several tensors of one device, in one launch where Triton is there: int64 [tensors]."""
-    device = tensors[0].device
-    many = _many_on(device) if device.type == "cuda" else None
-    if many is None:
+    sum_blocks = _kernel_on(tensors[0].device) if tensors[0].is_cuda else None
+    if sum_blocks is None:
         return torch.stack([device_sum(tensor) for tensor in tensors])
-
     if all(map(_readable_in_place, tensors)):
-        return many.sums(tensors)
-    return torch.stack(_in_place_and_others(tensors, lambda some: many.sums(list(map(_in_place, some))).unbind()))
+        return sum_blocks(tensors)
+    return torch.stack(_in_place_and_others(tensors, lambda some: sum_blocks(list(map(_in_place, some))).unbind()))
 
 
 def warm_up_device(device: torch.device) -> None:
@@ -114,15 +109,14 @@ def warm_up_device(device: torch.device) -> None:
 
 
 @cache
-def _many_on(device: torch.device) -> DeviceDigests | None:
+def _kernel_on(device: torch.device) -> Callable[[Sequence[torch.Tensor]], torch.Tensor] | None:
     try:
-        from headwater.checkpoint.triton_digest import DeviceDigests
+        from headwater.checkpoint.triton_digest import sum_blocks
 
-        many = DeviceDigests(device)
         probe = torch.arange(3, dtype=torch.uint8, device=device)
-        if not torch.equal(many.sums([probe]), device_sum(probe).view(1)):
+        if not torch.equal(sum_blocks([probe]), device_sum(probe).view(1)):
             raise RuntimeError("its kernel computes another value")
-        return many
+        return sum_blocks
     except Exception as error:
         _log.warning("digests on %s are computed by plain torch operations, which is slower: %s", device, error)
         return None
@@ -154,7 +148,6 @@ def _lanes(data: torch.Tensor) -> torch.Tensor:
     return data.view(torch.int64)
 
 
-@lru_cache(maxsize=8)
 def _lane_weights_on(device: torch.device) -> torch.Tensor:
     return torch.from_numpy(LANE_WEIGHTS.view(np.int64)).to(device)
 

@@ -13,7 +13,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
+from headwater.checkpoint.byte_digest import warm_up
 from headwater.checkpoint.chunk import Chunk
+from headwater.checkpoint.digest import warm_up_device
 from headwater.checkpoint.fence import Fence
 from headwater.checkpoint.host_buffer import BufferPool, Lease, shared_file
 from headwater.checkpoint.staging import ComponentPlan, Planner, Stager, Staging
@@ -66,6 +70,7 @@ class NativeSaver:
         self._pool = BufferPool(root)
         self._stager = Stager()
         self._supervisor = Supervisor(silence_s, extra_fd=lock_fd)
+        threading.Thread(target=warm_up, name="headwater-warm-up", daemon=True).start()
         self._changed = threading.Condition()
         self._pending: dict[str, int] = {}
         self._staging: list[Staging] = []
@@ -91,8 +96,14 @@ class NativeSaver:
         return busy
 
     def prepare(self, sizes: Mapping[str, int], pin: bool) -> None:
-        """Make buffers ready in the background. sizes: bytes of each component. pin: whether CUDA copies into them."""
+        """Make buffers and digests ready in the background.
+
+        sizes: bytes of each component. pin: whether CUDA copies into the buffers.
+        """
         self._pool.prepare({name: nbytes + nbytes // 100 + (4 << 20) for name, nbytes in sizes.items()}, pin)
+        if pin:
+            device = torch.device("cuda", torch.cuda.current_device())
+            threading.Thread(target=warm_up_device, args=(device,), name="headwater-warm-up", daemon=True).start()
 
     def save(self, order: SaveOrder, fences: Iterable[Fence], skip_when_busy: bool) -> bool:
         """Stage; False where no buffer was free and that means to skip.

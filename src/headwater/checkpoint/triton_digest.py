@@ -2,7 +2,7 @@
 
 # Without postponed annotations: Triton reads those of a kernel's parameters.
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
 import torch
@@ -43,30 +43,31 @@ def _sum_blocks(table, lane_weights, sums, COLUMNS: tl.constexpr, WIDTH: tl.cons
     tl.atomic_add(sums + tl.load(row + 3), total.to(tl.int64, bitcast=True))
 
 
-class DeviceDigests:
-    """Sums on one device. Of a call, what depends on the tensors' sizes alone is kept for the next; addresses never."""
+def sum_blocks(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """int64 [tensors] on their device, computed in its current stream without waiting for it.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._lane_weights = torch.from_numpy(LANE_WEIGHTS.view(np.int64)).to(device)
-
-    def sums(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """int64 [tensors] on the device, computed in its current stream without waiting for it.
-
-        tensors: contiguous, their addresses multiples of 8.
-        """
-        sums = torch.zeros(len(tensors), dtype=torch.int64, device=self._device)
-        known = _rows(tuple([tensor.numel() * tensor.element_size() for tensor in tensors]))
-        if len(known) == 0:
-            return sums
-        table = torch.empty(known.shape, dtype=torch.int64, pin_memory=True)
-        rows = table.numpy()
-        rows[:] = known
-        rows[:, 0] += np.array([tensor.data_ptr() for tensor in tensors], np.int64)[rows[:, 3]]
-        with torch.cuda.device(self._device):
-            launch = _sum_blocks[(len(rows),)]  # pyright: ignore[reportIndexIssue]
-            launch(table.to(self._device, non_blocking=True), self._lane_weights, sums, _COLUMNS, _WIDTH, num_warps=8)
+    tensors: of one device, contiguous, their addresses multiples of 8. Sizes that come again have most of the table
+    ready; addresses are read at each call. Nothing stays on the device afterwards.
+    """
+    device = tensors[0].device
+    sums = torch.zeros(len(tensors), dtype=torch.int64, device=device)
+    known = _rows(tuple([tensor.numel() * tensor.element_size() for tensor in tensors]))
+    if len(known) == 0:
         return sums
+    table = torch.empty(known.shape, dtype=torch.int64, pin_memory=True)
+    rows = table.numpy()
+    rows[:] = known
+    rows[:, 0] += np.array([tensor.data_ptr() for tensor in tensors], np.int64)[rows[:, 3]]
+    with torch.cuda.device(device):
+        launch = _sum_blocks[(len(rows),)]  # pyright: ignore[reportIndexIssue]
+        on_device = table.to(device, non_blocking=True), _lane_weights().to(device, non_blocking=True)
+        launch(*on_device, sums, _COLUMNS, _WIDTH, num_warps=8)
+    return sums
+
+
+@cache
+def _lane_weights() -> torch.Tensor:
+    return torch.from_numpy(LANE_WEIGHTS.view(np.int64)).pin_memory()
 
 
 @lru_cache(maxsize=64)
