@@ -10,7 +10,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -118,6 +118,7 @@ class NativeSaver:
             self.skipped += 1
             return False
         save = secrets.token_hex(16)
+        rest = replace(order, chunks={})  # what outlives staging holds no tensor
         with self._changed:
             self._pending[save] = order.step
         try:
@@ -126,7 +127,7 @@ class NativeSaver:
                 order.chunks,
                 plans,
                 lease,
-                lambda staging: self._staged(save, order, plans, lease, staging),
+                lambda staging: self._staged(save, rest, plans, lease, staging),
             )
         except BaseException:
             lease.release()

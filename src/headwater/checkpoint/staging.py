@@ -120,8 +120,7 @@ class Staging:
         if not self._done.wait(timeout):
             raise HeadwaterError(f"staging of {self._label} is not done after {timeout:g} s")
 
-    def _finish(self, error: Exception | None) -> None:
-        self.error = error
+    def _finish(self) -> None:
         self.seconds = time.perf_counter() - self._started
         self._done.set()
 
@@ -158,26 +157,30 @@ class Stager:
         behind = _current_events(source for parts in sources.values() for source in parts)
 
         def stage_in_background() -> None:
-            error = None
             try:
-                copies = [
-                    copy for name, parts in sources.items() for copy in _copies(parts, plans[name].layout, lease, name)
-                ]
-                self._copy(copies, behind)
+                self._copy(sources, plans, lease, behind)
                 values = live.values(self._stream)
-                for name, parts in sources.items():
-                    staging.digests[name], values = values[: len(parts)], values[len(parts) :]
+                for name, plan in plans.items():
+                    staging.digests[name], values = values[: len(plan.keys)], values[len(plan.keys) :]
                 lease.seal()
             except Exception as problem:
-                error = problem
-            staging._finish(error)
+                staging.error = problem.with_traceback(None)  # whose frames hold tensors
+            sources.clear()  # before the fence opens: memory that is given up behind it must really be free
+            staging._finish()
             then(staging)
 
         self._jobs.put(stage_in_background)
         return staging
 
-    def _copy(self, copies: Sequence[_Copy], behind: Mapping[torch.device, Any]) -> None:
-        """Returns when all is copied. Those from a device run behind its event, while those on the host are made."""
+    def _copy(
+        self,
+        sources: Mapping[str, Sequence[torch.Tensor]],
+        plans: Mapping[str, ComponentPlan],
+        lease: Lease,
+        behind: Mapping[torch.device, Any],
+    ) -> None:
+        """Returns when all is copied. behind: of each device, the event that its copies come after."""
+        copies = [copy for name, parts in sources.items() for copy in _copies(parts, plans[name].layout, lease, name)]
         streams = []
         try:
             for device, event in behind.items():
@@ -202,6 +205,7 @@ class Stager:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
+            job = None  # while this waits for the next one, it must not keep alive what the last one read
 
 
 def _source(chunk: Chunk) -> torch.Tensor:

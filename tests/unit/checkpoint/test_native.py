@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from headwater.checkpoint import staging as staging_module
 from headwater.checkpoint.chunk import Chunk
@@ -205,6 +206,25 @@ def test_what_a_forward_pass_changes_is_copied_at_the_call(make: MakeManager, ro
     slow_copies.set()
     manager.wait_committed(60)
     assert same(stored(root, 1), {"mean": torch.ones(5)})
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_behind_the_fence_nothing_keeps_the_tensors_alive(
+    fails: bool, make: MakeManager, tensors: Tensors, monkeypatch: pytest.MonkeyPatch
+):
+    """Memory that is given up after the fence is free, though the save is not written yet."""
+    manager, fence = make(on_save_error="continue"), Fence()
+    pid = None if fails else stopped_in_a_save(manager, tensors, 1)
+    if fails:
+        monkeypatch.setattr(staging_module, "_copies", lambda *_: iter([(torch.zeros(1), torch.zeros(3, 3))]))
+    save(manager, 2, tensors, fence)
+    fence.wait()
+    storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors.values()]
+    tensors.clear()
+    expired = [storage.expired() for storage in storages]
+    if pid is not None:
+        os.kill(pid, signal.SIGKILL)
+    assert expired == [True, True]
 
 
 def stopped_in_a_save(manager: CheckpointManager, tensors: Tensors, step: int) -> int:
