@@ -33,7 +33,7 @@ from headwater.config.schema import CheckpointingConfig
 
 DEVICE = torch.device("cuda", 0)
 BLOCK = 8
-ROUNDS = 5
+ROUNDS = 4
 
 
 class Training:
@@ -54,7 +54,8 @@ class Training:
             vocab_size=vocabulary,
             attn_implementation="sdpa",
         )
-        self.model: Any = LlamaForCausalLM(config).to(DEVICE)
+        with DEVICE:
+            self.model: Any = LlamaForCausalLM(config)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self.fence = Fence()
         self.tokens = torch.randint(0, vocabulary, (batch, 512), device=DEVICE)
@@ -199,6 +200,7 @@ def interference(training: Training, folder: Path, report: dict[str, Any]) -> No
             if "disk" in name or name == "both":
                 saving.save()  # the writer has work from the first step on
             times[name].append(block(training, save))
+            print(f"round {number}: {name} {1e3 * times[name][-1]:.1f} ms a step", flush=True)
             saving.manager.wait_committed()
     report["step_s"] = times
     base = times["no saves"]
@@ -312,7 +314,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--gb", type=float, default=4.3)
     parser.add_argument("--big-gb", type=float, default=20.0)
-    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=24, help="sequences of 512 tokens a step (default: 24)")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--parts", default="interference,whole,memory,big")
     parser.add_argument("--memory-loop", choices=["none", "saves"])
