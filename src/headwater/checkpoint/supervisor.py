@@ -24,7 +24,7 @@ from typing import Any
 
 import headwater
 from headwater.checkpoint import preflight
-from headwater.checkpoint.commit import committed
+from headwater.checkpoint.commit import committed, discard
 from headwater.checkpoint.host_buffer import Lease
 from headwater.checkpoint.write_request import WriteRequest, receive, send
 from headwater.errors import HeadwaterError, UserError
@@ -39,7 +39,7 @@ class Job:
     """A staged save until it is committed or given up.
 
     request_fd: memfd of `request`, whose JSON part has `json_bytes`. then: called in the supervisor's thread with
-    (job, measurements, None) or (job, {}, error).
+    (job, measurements, None) or (job, {}, error). lost_writers: how many died or fell silent when it was its turn.
     """
 
     root: Path
@@ -50,6 +50,7 @@ class Job:
     image_names: tuple[str, ...]
     then: Callable[[Job, dict[str, float], HeadwaterError | None], None]
     attempt: int = 0
+    lost_writers: int = 0
     folders: list[Path] = field(default_factory=list)
 
     @property
@@ -211,16 +212,25 @@ class Supervisor:
         self._hear()  # it may have said what it did last
         self._stop()
         self.restarts += 1
-        for job in list(self._jobs):
+        for index, job in enumerate(list(self._jobs)):
             if committed(job.folder):  # it only did not live to say so
                 self._finish(job, {}, None)
-            elif job.attempt >= _MAX_ATTEMPTS:
-                text = f"saving step {job.request.step} failed: its writer process {reason} {job.attempt} times"
-                self._finish(job, {}, HeadwaterError(text))
+            elif index == 0:  # it takes them in their order: those behind have had no try yet
+                self._count_lost_writer(job, reason)
         if self._jobs:  # without work, the next save starts it: one that cannot live must not be started for ever
             self._start()
         for job in self._jobs:
             self._send(job)
+
+    def _count_lost_writer(self, job: Job, reason: str) -> None:
+        """Give the save up where it is one too many."""
+        job.lost_writers += 1
+        if job.lost_writers < _MAX_ATTEMPTS:
+            return
+        for folder in filter(Path.exists, job.folders):
+            discard(folder)
+        text = f"saving step {job.request.step} failed: its writer process {reason} {job.lost_writers} times"
+        self._finish(job, {}, HeadwaterError(text))
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
