@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -84,10 +84,11 @@ def _entries(folder: Path, metadata: Record) -> Iterator[_Entry]:
     if not isinstance(described, dict) or not isinstance(stored, dict):
         raise RefusedPickleError(f"{where}: lists no tensors")
     sizes: dict[Path, int] = {}
+    tensors: dict[str, _Tensor | None] = {}
     for index, info in stored.items():
         if not _is_box(index, info, described):
             raise RefusedPickleError(f"{where}: its list of stored boxes is damaged")
-        key, offset, begin, length = index.fqn, getattr(index, "offset", None), info.offset, info.length
+        key, offset, begin, length = index.fqn, tuple(getattr(index, "offset", None) or ()), info.offset, info.length
         if getattr(info, "transform_descriptors", None):
             raise UserError(f"{where}: {key} is stored compressed; freshness reads plain archives only")
         file = confined(folder, info.relative_path, where)
@@ -96,35 +97,55 @@ def _entries(folder: Path, metadata: Record) -> Iterator[_Entry]:
             raise UserError(
                 f"{file}: {size} bytes, {METADATA_NAME} says that {key} ends at {begin + length}: it is cut"
             )
-        dtype, shape = _tensor(described[key], offset, where, key)
-        yield _Entry(key, tuple(offset or ()), shape, dtype, ByteRange(file, begin, begin + length, archive=True))
+        if key not in tensors:
+            tensors[key] = _tensor(described[key], where, key)
+        tensor = tensors[key]
+        if tensor and offset not in tensor.boxes:
+            raise RefusedPickleError(f"{where}: the description of {key} is damaged")
+        dtype, shape = (tensor.dtype, tensor.boxes[offset]) if tensor else (None, None)
+        yield _Entry(key, offset, shape, dtype, ByteRange(file, begin, begin + length, archive=True))
 
 
 def _is_box(index: Any, info: Any, described: dict[Any, Any]) -> bool:
     key, offset = getattr(index, "fqn", None), getattr(index, "offset", None)
-    if offset is not None and not isinstance(offset, tuple):
-        return False
-    numbers = (getattr(info, "offset", None), getattr(info, "length", None), *(offset or ()))
     return (
         isinstance(key, str)
+        and key.isprintable()  # messages name it
         and key in described
         and isinstance(getattr(info, "relative_path", None), str)
-        and all(type(number) is int and number >= 0 for number in numbers)
+        and (offset is None or _are_sizes(offset))
+        and _are_sizes((getattr(info, "offset", None), getattr(info, "length", None)))
     )
 
 
-def _tensor(properties: Any, offset: Any, where: Path, key: str) -> tuple[str | None, tuple[int, ...] | None]:
-    """dtype and shape of the box at `offset`, None for an object that is no tensor."""
+@dataclass(frozen=True)
+class _Tensor:
+    """How a tensor is stored. boxes: their shapes by offset."""
+
+    dtype: str
+    boxes: dict[tuple[int, ...], tuple[int, ...]]
+
+
+def _tensor(properties: Any, where: Path, key: str) -> _Tensor | None:
+    """The description of a tensor, None for an object that is none."""
     if getattr(properties, "kind", "") != "TensorStorageMetadata":
-        return None, None
-    boxes = [(getattr(box, "offsets", None), getattr(box, "sizes", None)) for box in getattr(properties, "chunks", ())]
+        return None
     record = getattr(properties, "properties", None)
     state = getattr(record, "state", None)  # a tuple, dtype first; older versions pickled a dictionary
     dtype = state[0] if isinstance(state, tuple) and state else getattr(record, "dtype", None)
-    shape = next((size for begin, size in boxes if begin == offset), None)
-    if not isinstance(dtype, str) or not isinstance(shape, tuple) or not all(type(size) is int for size in shape):
+    listed = getattr(properties, "chunks", None)
+    boxes: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for box in listed if isinstance(listed, list) else ():
+        offset, shape = getattr(box, "offsets", None), getattr(box, "sizes", None)
+        if _are_sizes(offset) and _are_sizes(shape):
+            boxes[offset] = shape
+    if not isinstance(dtype, str) or not boxes:
         raise RefusedPickleError(f"{where}: the description of {key} is damaged")
-    return dtype, shape
+    return _Tensor(dtype, boxes)
+
+
+def _are_sizes(values: Any) -> TypeGuard[tuple[int, ...]]:
+    return isinstance(values, tuple) and all(type(value) is int and value >= 0 for value in values)
 
 
 def _component_of(prefix: str) -> str:

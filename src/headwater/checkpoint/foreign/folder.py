@@ -54,8 +54,11 @@ def read_folder(folder: Path) -> Contents:
 
 
 def _is_megatron(folder: Path) -> bool:
+    settings_file = folder / "metadata.json"
+    if not settings_file.is_file():
+        return (folder / COMMON_NAME).exists()
     try:
-        settings = json.loads((folder / "metadata.json").read_bytes())
+        settings = json.loads(settings_file.read_bytes())
         return isinstance(settings, dict) and settings.get("sharded_backend") == "torch_dist"
     except (OSError, ValueError, RecursionError):
         return (folder / COMMON_NAME).exists()

@@ -8,6 +8,7 @@ from pathlib import Path
 from headwater.checkpoint.foreign.dcp import as_number, group_steps, read_dcp
 from headwater.checkpoint.foreign.pickles import load_values
 from headwater.checkpoint.foreign.record import Contents
+from headwater.errors import UserError
 
 COMMON_NAME = "common.pt"
 
@@ -15,15 +16,17 @@ COMMON_NAME = "common.pt"
 def read_megatron(folder: Path) -> Contents:
     """What a `torch_dist` folder holds, in any of its optimizer's forms. Raises UserError as `read_dcp` does.
 
-    The step comes from the optimizer's groups in `common.pt`, else from the iteration. Where neither can be read, a
-    note says so, and every parameter is taken for trained.
+    The step comes from the optimizer's groups in `common.pt`, else from the iteration. Where the file is missing, a
+    note says so, and every parameter is taken for trained. Raises UserError for one that is damaged or refused.
     """
     contents = replace(read_dcp(folder), kind="Megatron torch_dist")
     path = folder / COMMON_NAME
+    if not path.exists():
+        note = f"{folder}: has no {COMMON_NAME}, so no step is known: advance is assumed"
+        return replace(contents, notes=(*contents.notes, note))
     common = load_values(path, 0, path.stat().st_size) if path.is_file() else None
     if not isinstance(common, dict):
-        note = f"{path}: cannot be read" if path.exists() else f"{folder}: has no {COMMON_NAME}"
-        return replace(contents, notes=(*contents.notes, f"{note}, so no step is known: advance is assumed"))
+        raise UserError(f"{path}: damaged, not a torch.save archive of a dictionary")
     steps = sorted(set(group_steps(common)))
     iteration = as_number(common.get("iteration"))
     if not steps and iteration is not None:

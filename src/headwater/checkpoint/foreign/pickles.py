@@ -7,9 +7,11 @@ pickle can build records and nothing else; the real torch classes are never hand
 from __future__ import annotations
 
 import io
+import math
 import os
 import pickle
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,6 +21,9 @@ from headwater.checkpoint.foreign.archive import entry_range, open_archive
 from headwater.errors import UserError
 
 _LARGEST_PICKLE = 1 << 28
+_LARGEST_METADATA = 1 << 30  # the plans of thousands of ranks take some hundred megabytes
+_LONGEST_PATH = 4096
+_MOST_DIMENSIONS = 64
 _METADATA_MODULES = (
     "torch.distributed.checkpoint.metadata",
     "torch.distributed.checkpoint.filesystem",
@@ -79,6 +84,11 @@ _STORAGE_DTYPES = {
 }
 
 
+# No pickle of a checkpoint needs these. None would be run, but who finds them should hear of it.
+_RUNNERS = ("os", "posix", "nt", "subprocess", "pty", "runpy", "importlib", "ctypes", "socket", "shutil", "sys", "code")
+_RUNNING_BUILTINS = ("eval", "exec", "compile", "__import__", "open")
+
+
 class RefusedPickleError(UserError):
     """A pickle that names something beyond what its kind of file may hold, or that is damaged."""
 
@@ -121,15 +131,57 @@ def _inert(kind: str) -> type[Record]:
     return type("Record", (Record,), {"kind": kind})
 
 
+def _checked(opcode: int, keys: slice) -> Callable[[Any], None]:
+    """How an opcode is carried out, after a look at those of the stack's objects that become keys."""
+    load: Callable[[Any], None] = pickle._Unpickler.dispatch[opcode]
+
+    def run(unpickler: Any) -> None:
+        _check_keys(unpickler.stack[keys])
+        load(unpickler)
+
+    return run
+
+
 class _BoundedUnpickler(pickle._Unpickler):
     """pickle's own Python implementation: it allocates no more than the file is long.
 
     The C one makes room for whatever index or length a damaged pickle names, which can be tens of gigabytes.
+    Keys are checked before they are hashed: Python's hash of a tuple recurses into it without a limit, so that one
+    nested deeply enough kills the process, and one that holds itself twice at each level takes for ever.
     """
 
-    dispatch: ClassVar = {
-        code: load for code, load in pickle._Unpickler.dispatch.items() if code != pickle.BYTEARRAY8[0]
+    dispatch: ClassVar[dict[int, Any]] = {
+        **{code: load for code, load in pickle._Unpickler.dispatch.items() if code != pickle.BYTEARRAY8[0]},
+        pickle.SETITEM[0]: _checked(pickle.SETITEM[0], slice(-2, -1)),
+        pickle.SETITEMS[0]: _checked(pickle.SETITEMS[0], slice(None, None, 2)),
+        pickle.DICT[0]: _checked(pickle.DICT[0], slice(None, None, 2)),
+        pickle.ADDITEMS[0]: _checked(pickle.ADDITEMS[0], slice(None)),
+        pickle.FROZENSET[0]: _checked(pickle.FROZENSET[0], slice(None)),
     }
+
+
+def _check_keys(keys: list[Any]) -> None:
+    for key in keys:
+        for part in key if type(key) is tuple else (key,):
+            if part is not None and not isinstance(part, str | bytes | int | float | Record | type):
+                raise RefusedPickleError("a key of a dictionary or set in it is nested")
+
+
+def _shape(values: Any) -> tuple[Any, ...]:
+    if not isinstance(values, list | tuple) or len(values) > _MOST_DIMENSIONS:
+        raise RefusedPickleError("a shape in it is none")
+    return tuple(values)
+
+
+def _path(parts: tuple[Any, ...]) -> str:
+    if not all(isinstance(part, str) for part in parts) or sum(map(len, parts)) > _LONGEST_PATH:
+        raise RefusedPickleError("a path in it is none")
+    return "/".join(parts)
+
+
+def _shown(module: str, name: str) -> str:
+    """What a pickle names, fit for one line of a message."""
+    return f"{module}.{name}"[:100].encode("unicode_escape").decode()
 
 
 class _MetadataUnpickler(_BoundedUnpickler):
@@ -142,9 +194,9 @@ class _MetadataUnpickler(_BoundedUnpickler):
             return _DTYPES[name]
         # Made anew for each name: a pickle can set attributes of a function, and these end with the load.
         values: dict[tuple[str, str], Any] = {
-            ("torch", "Size"): lambda values=(): tuple(values),
+            ("torch", "Size"): lambda values=(): _shape(values),
             ("torch.serialization", "_get_layout"): lambda layout: layout,
-            ("collections", "OrderedDict"): OrderedDict,
+            ("collections", "OrderedDict"): lambda *_: OrderedDict(),  # its items come one by one
             # An enumeration's member, as some versions of Python pickle it; the stand-in looks nothing up.
             ("builtins", "getattr"): lambda _, member: member,
         }
@@ -156,8 +208,8 @@ class _MetadataUnpickler(_BoundedUnpickler):
             "WindowsPath",
             "PureWindowsPath",
         ):
-            return lambda *parts: "/".join(map(str, parts))
-        raise RefusedPickleError(f"it names {module}.{name}, which no metadata needs; nothing of it was run")
+            return lambda *parts: _path(parts)
+        raise RefusedPickleError(f"it names {_shown(module, name)}, which no metadata needs; nothing of it was run")
 
     def persistent_load(self, pid: Any) -> Any:
         raise RefusedPickleError("it refers to objects outside of itself")
@@ -170,6 +222,10 @@ def load_metadata(path: Path) -> Record:
     but metadata.
     """
     try:
+        if not path.is_file():  # a pipe would be waited for
+            raise RefusedPickleError("not a regular file")
+        if path.stat().st_size > _LARGEST_METADATA:
+            raise RefusedPickleError(f"larger than {_LARGEST_METADATA >> 20} MiB")
         found = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
     except RefusedPickleError as error:
         raise RefusedPickleError(f"{path}: refused: {error}") from None
@@ -193,7 +249,9 @@ class _ValuesUnpickler(_BoundedUnpickler):
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
             return self._number
         if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
+            return lambda *_: OrderedDict()
+        if module.split(".")[0] in _RUNNERS or (module == "builtins" and name in _RUNNING_BUILTINS):
+            raise RefusedPickleError(f"it names {_shown(module, name)}, which could run code; nothing of it was run")
         return _inert(name)
 
     def persistent_load(self, pid: Any) -> Any:
@@ -202,8 +260,11 @@ class _ValuesUnpickler(_BoundedUnpickler):
     def _number(self, storage: Any, offset: Any = 0, size: Any = (0,), *_: Any) -> Any:
         kind, key = getattr(storage[1], "kind", ""), storage[2]
         dtype = np.dtype(_STORAGE_DTYPES[kind]) if kind in _STORAGE_DTYPES else None
-        entry = self._entries.get(str(key))
-        if dtype is None or entry is None or int(np.prod(size)) != 1 or offset < 0:
+        entry = self._entries.get(key) if isinstance(key, str) else None
+        numbers = (offset, *_shape(size))
+        if dtype is None or entry is None or not all(type(n) is int and n >= 0 for n in numbers):
+            return None
+        if math.prod(numbers[1:]) != 1:
             return None
         first, last = entry_range(self._descriptor, self._begin, entry)
         at = first + offset * dtype.itemsize
@@ -215,7 +276,8 @@ class _ValuesUnpickler(_BoundedUnpickler):
 def load_values(path: Path, begin: int, end: int) -> Any:
     """What a small `torch.save` archive in bytes begin..end of a file holds, inert: see `_ValuesUnpickler`.
 
-    None where it cannot be read.
+    None where it cannot be read. Raises RefusedPickleError, in one line with the path, for one that names what could
+    run code.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY)
@@ -230,6 +292,8 @@ def load_values(path: Path, begin: int, end: int) -> Any:
                 return None
             raw = archive.read(pickled)
         return _ValuesUnpickler(io.BytesIO(raw), descriptor, begin, entries).load()
+    except RefusedPickleError as error:
+        raise RefusedPickleError(f"{path}: refused: {error}") from None
     except Exception:  # a damaged pickle raises whatever its half-built objects raise
         return None
     finally:
