@@ -33,6 +33,7 @@ _METADATA_MODULES = (
 )
 _METADATA_CLASSES = (
     "Metadata",
+    "MCoreMetadata",  # megatron-core 0.15's own, with fields more
     "TensorStorageMetadata",
     "BytesStorageMetadata",
     "ChunkStorageMetadata",
@@ -233,7 +234,7 @@ def load_metadata(path: Path) -> Record:
         raise RefusedPickleError(f"{path}: cannot be read ({error.strerror})") from None
     except Exception as error:  # a damaged pickle raises whatever its half-built objects raise
         raise RefusedPickleError(f"{path}: not a readable pickle ({type(error).__name__})") from None
-    if not isinstance(found, Record) or found.kind != "Metadata":
+    if not isinstance(found, Record) or found.kind not in ("Metadata", "MCoreMetadata"):
         raise RefusedPickleError(f"{path}: not the metadata of torch.distributed.checkpoint")
     return found
 

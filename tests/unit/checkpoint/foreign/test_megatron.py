@@ -1,7 +1,10 @@
 import contextlib
+import dataclasses
 import json
 import pickle
 import random
+import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -175,3 +178,32 @@ def test_flipped_bits_of_the_common_file_never_escape_as_another_error(training:
         (folder / "common.pt").write_bytes(data)
         with contextlib.suppress(UserError):
             check_freshness(folder, folder)
+
+
+def test_metadata_and_names_of_megatron_core_0_15_are_understood(training: Any, save: Any, monkeypatch: Any):
+    """Its `fully_sharded_model_space`: masters are called fp32_param, the metadata is a class of Megatron's own."""
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    name = "megatron.core.dist_checkpointing.strategies.torch"
+    theirs = dataclasses.make_dataclass("MCoreMetadata", [("mcore_data", Any, None)], bases=(Metadata,))
+    theirs.__module__ = name
+    for part in ("megatron", "megatron.core", "megatron.core.dist_checkpointing", name.rpartition(".")[0], name):
+        monkeypatch.setitem(sys.modules, part, types.ModuleType(part))
+    sys.modules[name].MCoreMetadata = theirs  # type: ignore[attr-defined]
+    folders = []
+    for step in (1, 2):
+        training.step()
+        tensors = {key.replace("state.param.", "state.fp32_param."): t for key, t in reshardable(training).items()}
+        folder = save(f"step-{step}", tensors, common(step))
+        metadata = theirs(**vars(FileSystemReader(folder).read_metadata()), mcore_data={"a": {"b": None}})
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+        assert b"MCoreMetadata" in (folder / ".metadata").read_bytes()
+        folders.append(folder)
+    assert check_freshness(*folders).exit_code == 0
+    assert {chunk.role for chunk in check_freshness(folders[1], folders[1]).stale} == {
+        "param",
+        "exp_avg",
+        "exp_avg_sq",
+        "weight",
+    }
