@@ -13,7 +13,7 @@ import numpy as np
 
 from headwater.checkpoint.foreign.archive import BadArchiveError, storage_range
 from headwater.checkpoint.foreign.confine import confined
-from headwater.checkpoint.foreign.names import assign_weights, classify
+from headwater.checkpoint.foreign.names import assign_weights, classify, is_padding
 from headwater.checkpoint.foreign.pickles import Record, RefusedPickleError, load_metadata, load_values
 from headwater.checkpoint.foreign.record import ByteRange, Contents, StoredChunk
 from headwater.errors import UserError
@@ -64,7 +64,7 @@ def read_dcp(folder: Path) -> Contents:
         chunks.append(
             StoredChunk(
                 meaning.component,
-                meaning.role,
+                "other" if is_padding(entry.key, entry.offset, entry.shape) else meaning.role,
                 meaning.parameter,
                 entry.key,
                 entry.offset,

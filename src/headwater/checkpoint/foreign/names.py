@@ -29,6 +29,7 @@ _ROLES: dict[str, Role] = {
 # Maxima and other buffers may repeat in a healthy run, so they are no evidence.
 _OTHER_STATES = ("max_exp_avg_sq", "momentum_buffer", "square_avg", "sum", "prev", "eta")
 _STEP = "step"
+_ALIGNMENT = 64
 _BUCKET = re.compile(r"(?P<prefix>.*?)(?P<parameter>gbuf_idx_\d+\.dtype_.*?\.bucket_idx_\d+)\.(?P<state>[a-z_]+)")
 _STATE = re.compile(r"(?P<prefix>(?:[^.]+\.)*?)state\.(?P<rest>.+)")
 _OPTIMIZER_WORD = re.compile(r"(?:^|_)opt(?:im(?:izer)?s?)?(?:_states?)?(?=_|$)")
@@ -61,6 +62,14 @@ def classify(key: str, dtype: str) -> Meaning:
     if dtype not in FLOATS or _NO_WEIGHT.search(key) or _NOT_OF_A_MODEL.search(key):
         return Meaning("other", "", key)
     return Meaning("weight", "", key)
+
+
+def is_padding(key: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether a box of a bucket lies between its parameters, which Megatron begins at multiples of 64 elements.
+
+    Megatron stores such a box as it finds it: memory that nobody wrote.
+    """
+    return bool(_BUCKET.fullmatch(key)) and len(shape) == 1 and shape[0] < _ALIGNMENT and offset[0] % _ALIGNMENT != 0
 
 
 def _state_and_parameter(rest: str) -> tuple[str, str] | None:

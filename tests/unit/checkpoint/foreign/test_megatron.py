@@ -180,6 +180,38 @@ def test_flipped_bits_of_the_common_file_never_escape_as_another_error(training:
             check_freshness(folder, folder)
 
 
+def test_padding_between_the_parameters_of_a_bucket_is_no_evidence(training: Any, save: Any):
+    """Boxes as Megatron lays them: a parameter of 24 elements at 0, nobody's 40 elements, one of 24 at 64."""
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+
+    folders = []
+    for step in (1, 2):
+        parts = {
+            (0, 24): torch.full((24,), 1.0 * step),
+            (24, 40): torch.ones(40),
+            (64, 24): torch.full((24,), step / 2),
+        }
+        tensors = {f"{begin}": part for (begin, _), part in parts.items()}
+        folder = save(f"step-{step}", {**tensors, "w": torch.full((3,), step / 3)}, common(step))
+        metadata = FileSystemReader(folder).read_metadata()
+        whole = metadata.state_dict_metadata["0"]
+        whole.chunks = [ChunkStorageMetadata(torch.Size([begin]), torch.Size([size])) for begin, size in parts]  # type: ignore[union-attr]
+        metadata.state_dict_metadata[f"{BUCKET}.exp_avg"] = whole
+        stored = metadata.storage_data
+        for index in [index for index in stored if index.fqn in tensors]:
+            place = MetadataIndex(f"{BUCKET}.exp_avg", torch.Size([int(index.fqn)]))
+            stored[place] = stored.pop(index)
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+        folders.append(folder)
+    verdict = check_freshness(*folders)
+    assert (verdict.exit_code, verdict.components[0].compared, verdict.components[0].repeated) == (0, 3, 0)
+    assert {chunk.offset for chunk in check_freshness(folders[1], folders[1]).stale if chunk.role == "exp_avg"} == {
+        (0,),
+        (64,),
+    }
+
+
 def test_metadata_and_names_of_megatron_core_0_15_are_understood(training: Any, save: Any, monkeypatch: Any):
     """Its `fully_sharded_model_space`: masters are called fp32_param, the metadata is a class of Megatron's own."""
     from torch.distributed.checkpoint import FileSystemReader
