@@ -2,9 +2,9 @@
 
 The evidence is the optimizer. Adam's moments (Kingma and Ba, 2015) are m <- b1 m + (1 - b1) g and
 v <- b2 v + (1 - b2) g^2: in fp32 each normal number decays at every step, so a chunk of them that repeats although its
-parameter's step advanced was not written from the live tensor. In lower precision a single small chunk may round to
-itself, so those are judged by the whole tensor; so are master weights. Model weights in bf16 often repeat in a healthy
-run: only all of them together are evidence.
+parameter's step advanced, or a run of elements that does, was not written from the live tensor. In lower precision a
+single small chunk may round to itself, so those are judged by the whole tensor; so are master weights. Model weights in
+bf16 often repeat in a healthy run: only all of them together are evidence.
 """
 
 from __future__ import annotations
@@ -34,10 +34,16 @@ class Pair:
 
 @dataclass(frozen=True)
 class Repeat:
-    """repeated: all bytes equal. live: the bytes hold a number that a step of Adam would change; known if repeated."""
+    """What of a pair repeats.
+
+    repeated: all bytes equal. live: the bytes hold a number that a step of Adam would change; known if repeated.
+    in_part: not all bytes are equal, but those of a run of elements are that a step would have changed; looked for in
+    what `in_part_counts` names.
+    """
 
     repeated: bool
     live: bool
+    in_part: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,11 @@ class Verdict:
     @property
     def exit_code(self) -> int:
         return {"fresh": 0, "stale": 1, "cannot tell": 2}[self.outcome]
+
+
+def in_part_counts(chunk: StoredChunk) -> bool:
+    """Whether a part of a chunk that repeats is evidence."""
+    return chunk.role in _MOMENTS and chunk.dtype in _EXACT
 
 
 def pair_up(old: Contents, new: Contents) -> list[Pair]:
@@ -143,12 +154,15 @@ def _verdict(judged: list[_Component], missing: list[StoredChunk], notes: tuple[
 def _stale_reasons(stale: Iterable[StaleChunk]) -> list[str]:
     grouped: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for chunk in stale:
-        where = f" [{', '.join(map(str, chunk.offset))}]" if any(chunk.offset) else ""
-        grouped[chunk.component, chunk.role, chunk.reason].append(chunk.key + where)
+        grouped[chunk.component, chunk.role, chunk.reason].append(f"{chunk.key} {_where(chunk.offset)}".rstrip())
     return [
         f"{_named(component)}{role} {reason} ({len(keys)} chunk{'s' if len(keys) > 1 else ''}): {_some(keys)}"
         for (component, role, reason), keys in grouped.items()
     ]
+
+
+def _where(offset: tuple[int, ...]) -> str:
+    return f"[{', '.join(map(str, offset))}]" if any(offset) else ""
 
 
 def _some(names: list[str]) -> str:
@@ -177,6 +191,8 @@ class _Component:
         for chunk in chunks:
             if chunk.role != "weight":
                 self._state[chunk.parameter].append(chunk)
+        # Buckets do not say which parameters are in them, so that nothing is known to have no state.
+        self._named_state = any(weight.parameter in self._state for weight in self._weights)
         self.advanced = any(not self._repeated(chunk) for chunk in chunks)
         self._with_moments = {c.parameter for c in new.chunks if c.component == name and c.role in _MOMENTS}
         self._some_moment_changed = any(c.role in _MOMENTS and not self._repeated(c) for c in chunks)
@@ -197,15 +213,18 @@ class _Component:
         if advance == "no":
             return self._judge_still(parameter, moments, masters)
         self.advanced = self.advanced or advance == "yes"
-        for chunk in moments:
-            if chunk.dtype in _EXACT and self._must_move(chunk):
+        for chunk in filter(in_part_counts, moments):
+            if self._must_move(chunk):
                 self._mark([chunk], f"repeated although {why}")
-        for tensor in _tensors(chunk for chunk in moments if chunk.dtype not in _EXACT):
+            elif self._repeats[chunk.place].in_part:
+                self._mark([chunk], f"repeated in part although {why}")
+        for tensor in _tensors(chunk for chunk in moments if not in_part_counts(chunk)):
             if all(map(self._repeated, tensor)) and any(map(self._must_move, tensor)):
                 self._mark(tensor, f"repeated as a whole although {why}")
         if not self._touched(parameter, moments):
             self.idle.append(parameter)
             return advance == "yes"
+        self.idle += [f"{parameter} {_where(offset)}".rstrip() for offset in self._untouched_boxes(moments)]
         for tensor in _tensors(masters):
             if all(map(self._repeated, tensor)):
                 self._mark(tensor, f"repeated as a whole although {why}")
@@ -216,6 +235,14 @@ class _Component:
         if moments:
             return any(not self._repeated(chunk) or self._must_move(chunk) for chunk in moments)
         return parameter in self._with_moments or not self._with_moments
+
+    def _untouched_boxes(self, moments: list[StoredChunk]) -> list[tuple[int, ...]]:
+        """Where in a parameter no gradient ever was. Megatron keeps all experts, of all layers, as one parameter."""
+        untouched: dict[tuple[int, ...], bool] = {}
+        for chunk in moments:
+            still = self._repeated(chunk) and not self._must_move(chunk)
+            untouched[chunk.offset] = untouched.get(chunk.offset, True) and still
+        return sorted(offset for offset, still in untouched.items() if still)
 
     def _judge_still(self, parameter: str, moments: list[StoredChunk], masters: list[StoredChunk]) -> bool:
         """A parameter whose step repeats: idle, unless something else of it moved."""
@@ -260,7 +287,7 @@ class _Component:
         return found.repeated and found.live
 
     def _is_frozen(self, weight: StoredChunk) -> bool:
-        return bool(self._state) and weight.parameter not in self._state and self._repeated(weight)
+        return self._named_state and weight.parameter not in self._state and self._repeated(weight)
 
     def _mark(self, chunks: Iterable[StoredChunk], reason: str) -> None:
         self.stale += [self._stale(chunk, reason) for chunk in chunks]

@@ -50,6 +50,25 @@ def test_one_repeated_fp32_moment_chunk_among_changed_ones_is_stale():
     )
 
 
+def test_an_fp32_moment_of_which_a_part_repeats_is_stale_if_its_step_advanced():
+    in_part = Repeat(False, False, in_part=True)
+    found = verdict({chunk("exp_avg", 0): CHANGED, chunk("exp_avg_sq", 4): in_part})
+    assert (found.exit_code, stale(found)) == (1, [("exp_avg_sq", 4)])
+    assert "repeated in part although its step went from 1 to 2" in found.reasons[0]
+
+
+def test_boxes_of_a_parameter_that_no_gradient_met_are_idle_one_by_one():
+    boxes = {chunk(role, at): SAME_ZEROS if at == 4 else CHANGED for role in ("exp_avg", "exp_avg_sq") for at in (0, 4)}
+    found = verdict({**boxes, chunk("exp_avg", 8): SAME_ZEROS, chunk("exp_avg_sq", 8): CHANGED})
+    assert (found.exit_code, found.components[0].idle) == (0, ("w [4]",))
+
+
+def test_a_repeated_weight_is_frozen_only_where_others_have_state_of_their_own():
+    weights = {chunk("weight"): CHANGED, chunk("weight", parameter="v"): SAME}
+    assert verdict({**weights, chunk("exp_avg"): CHANGED}).components[0].frozen == ("v",)
+    assert verdict({**weights, chunk("exp_avg", parameter="bucket"): CHANGED}).components[0].frozen == ()
+
+
 def test_a_moment_without_live_numbers_that_repeats_is_no_evidence():
     found = verdict({chunk("exp_avg", 0): CHANGED, chunk("exp_avg", 4): SAME_ZEROS})
     assert (found.exit_code, stale(found)) == (0, [])

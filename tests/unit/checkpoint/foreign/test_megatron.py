@@ -212,6 +212,15 @@ def test_padding_between_the_parameters_of_a_bucket_is_no_evidence(training: Any
     }
 
 
+def test_a_bucket_names_no_parameter_so_no_weight_is_called_frozen(training: Any, save: Any):
+    training.step()
+    old = save("old", bucket(training), common(1))
+    training.step()
+    verdict = check_freshness(old, save("new", bucket(training), common(2)))
+    assert verdict.components[0].repeated == 4  # the frozen layer and the expert
+    assert verdict.components[0].frozen == ()
+
+
 def test_metadata_and_names_of_megatron_core_0_15_are_understood(training: Any, save: Any, monkeypatch: Any):
     """Its `fully_sharded_model_space`: masters are called fp32_param, the metadata is a class of Megatron's own."""
     from torch.distributed.checkpoint import FileSystemReader
