@@ -90,6 +90,51 @@ def test_one_tensor_of_the_optimizer_that_was_kept_back_is_named(
     assert [chunk["key"] for chunk in content["stale"]] == [before[index].name]
 
 
+def halves(chunk: Chunk) -> list[Chunk]:
+    """A chunk as two ranks would save it."""
+    rows = len(chunk.tensor) // 2
+    return [
+        Chunk(chunk.name, part.clone(), chunk.global_shape, (at, *chunk.offset[1:]))
+        for at, part in ((chunk.offset[0], chunk.tensor[:rows]), (chunk.offset[0] + rows, chunk.tensor[rows:]))
+    ]
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_the_shard_of_a_moment_that_one_rank_kept_back_is_found(
+    gathered: bool, engine: TorchEngine, save: Save, capsys: pytest.CaptureFixture[str]
+):
+    def state() -> list[Chunk]:
+        return [half for chunk in engine.state_chunks() for half in (halves(chunk) if chunk.name == name else [chunk])]
+
+    train(engine)
+    name = next(chunk.name for chunk in engine.state_chunks() if chunk.name.startswith("optimizer.state.exp_avg."))
+    before = state()
+    old = save(1, policy=list(engine.state_chunks()) if gathered else before)
+    train(engine)
+    after = state()
+    index = next(index for index, chunk in enumerate(after) if chunk.name == name)
+    assert not torch.equal(after[index + 1].tensor, before[index + 1].tensor)
+    after[index + 1] = before[index + 1]
+    if gathered:
+        whole = torch.cat([after[index].tensor, after[index + 1].tensor])
+        after[index : index + 2] = [Chunk.whole(name, whole)]
+    assert run(old, save(2, policy=after), "--json") == 1
+    (chunk,) = json.loads(capsys.readouterr().out)["stale"]
+    assert chunk["key"] == name
+    assert any(chunk["offset"]) != gathered
+    assert ("in part" in chunk["reason"]) == gathered
+
+
+def test_a_reference_model_beside_the_policy_is_idle(
+    engine: TorchEngine, make_engine: Callable[..., TorchEngine], save: Save
+):
+    reference = make_engine(trainable=False)
+    train(engine)
+    old = save(1, policy=engine, reference=reference)
+    train(engine)
+    assert run(old, save(2, policy=engine, reference=reference)) == 0
+
+
 def test_one_unchanged_bf16_weight_is_no_fault(engine: TorchEngine, save: Save):
     train(engine)
     before = [Chunk(c.name, c.tensor.clone(), c.global_shape, c.offset) for c in engine.state_chunks()]
