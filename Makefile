@@ -19,6 +19,10 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@$(PIP) -e '.[dev]'
 	@touch $@
 
+$(VENV)/.installed-megatron: $(VENV)/.installed
+	@$(PIP) -e '.[dev,megatron]'
+	@touch $@
+
 $(VENV)/.installed-bench: $(VENV)/.installed
 	@$(PIP) -e '.[bench]'
 	@touch $@
@@ -30,7 +34,7 @@ train: $(VENV)/.installed
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m 'not slow and not soak and not gpu'
 
-test-slow: $(VENV)/.installed-dev
+test-slow: $(VENV)/.installed-megatron
 	$(BIN)/python -m pytest -m 'slow and not soak and not gpu'
 
 soak: $(VENV)/.installed-dev
