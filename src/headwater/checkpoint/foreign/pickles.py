@@ -168,6 +168,13 @@ def _check_keys(keys: list[Any]) -> None:
                 raise RefusedPickleError("a key of a dictionary or set in it is nested")
 
 
+def _empty(items: tuple[Any, ...]) -> OrderedDict[Any, Any]:
+    """A pickle sets the items of what it makes one by one, where the keys are checked."""
+    if items:
+        raise RefusedPickleError("an OrderedDict in it is made with items")
+    return OrderedDict()
+
+
 def _shape(values: Any) -> tuple[Any, ...]:
     if not isinstance(values, list | tuple) or len(values) > _MOST_DIMENSIONS:
         raise RefusedPickleError("a shape in it is none")
@@ -197,7 +204,7 @@ class _MetadataUnpickler(_BoundedUnpickler):
         values: dict[tuple[str, str], Any] = {
             ("torch", "Size"): lambda values=(): _shape(values),
             ("torch.serialization", "_get_layout"): lambda layout: layout,
-            ("collections", "OrderedDict"): lambda *_: OrderedDict(),  # its items come one by one
+            ("collections", "OrderedDict"): lambda *items: _empty(items),
             # An enumeration's member, as some versions of Python pickle it; the stand-in looks nothing up.
             ("builtins", "getattr"): lambda _, member: member,
         }
@@ -250,7 +257,7 @@ class _ValuesUnpickler(_BoundedUnpickler):
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
             return self._number
         if (module, name) == ("collections", "OrderedDict"):
-            return lambda *_: OrderedDict()
+            return lambda *items: _empty(items)
         if module.split(".")[0] in _RUNNERS or (module == "builtins" and name in _RUNNING_BUILTINS):
             raise RefusedPickleError(f"it names {_shown(module, name)}, which could run code; nothing of it was run")
         return _inert(name)
