@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import math
 import shutil
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -32,60 +30,15 @@ from headwater.bench.ckpt_guards import (
     single_process_group,
     terminated_as_interrupted,
 )
-from headwater.bench.ckpt_peers import OWN, PEERS, Setup, Side, Way
+from headwater.bench.ckpt_peers import OWN, PEERS, Way
+from headwater.bench.ckpt_result import Comparison, SideResult
+from headwater.bench.ckpt_sides import Setup, Side
 from headwater.bench.ckpt_state import Training, fingerprints, synchronize
 from headwater.checkpoint.host_memory import available_bytes
 from headwater.checkpoint.preflight import size_text
 from headwater.errors import BlockedError, UserError
 
 _STEP_PER_WRITE = 1.5  # a step takes this many times as long as a synced write, or the disk alone would be measured
-
-
-@dataclass
-class SideResult:
-    """Samples of one side in seconds, in the order they were measured. problem: why there are none, or no more.
-
-    stall_s, fence_s, commit_s: of a save alone: the call, the wait until tensors may change, and from the call until
-        all is synced. nbytes: of its files.
-    step_s, saving_step_s: whole training steps, without and with a save each. loop_stall_s, loop_fence_s: the call and
-        the wait within the latter. right: whether the last checkpoint held what was live at its save; None if it was
-        never looked at. wrong: tensors that differ.
-    """
-
-    key: str
-    title: str
-    note: str = ""
-    problem: str = ""
-    stall_s: list[float] = field(default_factory=list)
-    fence_s: list[float] = field(default_factory=list)
-    commit_s: list[float] = field(default_factory=list)
-    nbytes: int = 0
-    step_s: list[float] = field(default_factory=list)
-    saving_step_s: list[float] = field(default_factory=list)
-    loop_stall_s: list[float] = field(default_factory=list)
-    loop_fence_s: list[float] = field(default_factory=list)
-    right: bool | None = None
-    wrong: list[str] = field(default_factory=list)
-
-    @property
-    def interference(self) -> float:
-        """Mean step with saves over mean step without, less 1."""
-        return statistics.fmean(self.saving_step_s) / statistics.fmean(self.step_s) - 1
-
-
-@dataclass
-class Comparison:
-    """nbytes: of the state. step_s: of the calibrated step. sides: Headwater first."""
-
-    machine: str
-    nbytes: int
-    microbatches: int
-    step_s: float
-    ceilings: Ceilings
-    sides: list[SideResult]
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)

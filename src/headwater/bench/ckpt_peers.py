@@ -1,13 +1,9 @@
-"""Ways to save a checkpoint, Headwater's and its peers', behind one protocol: each in its best ordinary setup.
-
-save ──> wait_safe_to_change ──> (training changes the tensors) ──> wait_committed_and_synced ──> load
-"""
+"""The peers whose packages may be missing, each in its best ordinary setup, and the table of all ways to save."""
 
 from __future__ import annotations
 
 import functools
 import importlib
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -15,143 +11,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from headwater.bench.ckpt_guards import silent_stderr
+from headwater.bench.ckpt_sides import Folders, Headwater, Setup, Side, TorchSave
 from headwater.bench.ckpt_state import State, empty_copy, state_bytes
-from headwater.checkpoint.catalog import newest
-from headwater.checkpoint.standalone import AsyncCheckpointer
-from headwater.errors import BlockedError, HeadwaterError
-
-
-@dataclass(frozen=True)
-class Setup:
-    """root: a folder for this side alone. state: what will be saved. device: where it lives."""
-
-    root: Path
-    state: State
-    device: torch.device
-
-    @property
-    def write_threads(self) -> int:
-        return max(1, min(4, os.cpu_count() or 1))
-
-
-class Side(Protocol):
-    """One way to save. Its files lie in the folder of its setup; it keeps the last checkpoint and the one before.
-
-    note: what is special about its setup here, for the table; empty for none.
-    """
-
-    note: str
-
-    def save(self, step: int, state: State) -> None:
-        """Begin to save; waits for an earlier save where this way needs that."""
-        ...
-
-    def wait_safe_to_change(self) -> None:
-        """Return when, by this way's own rules, training may write to the tensors again."""
-        ...
-
-    def wait_committed_and_synced(self) -> Path:
-        """Return the last checkpoint's folder when this way calls it done and all of it is synced to the disk."""
-        ...
-
-    def load(self, like: State) -> State:
-        """The last checkpoint's state, on the CPU, with the structure of `like`."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class Headwater:
-    """`headwater.AsyncCheckpointer`, as in docs/checkpoints.md."""
-
-    note = ""
-
-    def __init__(self, setup: Setup) -> None:
-        self._checkpointer = AsyncCheckpointer(setup.root, keep_latest_k=1)
-
-    def save(self, step: int, state: State) -> None:
-        self._checkpointer.save(step, state)
-
-    def wait_safe_to_change(self) -> None:
-        self._checkpointer.wait_staged()
-
-    def wait_committed_and_synced(self) -> Path:
-        self._checkpointer.wait_committed()
-        found = newest(self._checkpointer.folder)
-        if found is None:
-            raise HeadwaterError("no checkpoint was committed")
-        return found.folder
-
-    def load(self, like: State) -> State:
-        return self._checkpointer.load()
-
-    def close(self) -> None:
-        self._checkpointer.close()
-
-
-class _Folders:
-    """A folder for each save; those before the last two are removed in the background, as trainers do."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._kept: list[Path] = []
-        self._remover = ThreadPoolExecutor(1, "bench-remove")
-
-    def new(self, step: int) -> Path:
-        self._kept.append(self._root / f"step_{step:06d}")
-        while len(self._kept) > 2:
-            self._remover.submit(shutil.rmtree, self._kept.pop(0), ignore_errors=True)
-        return self._kept[-1]
-
-    @property
-    def last(self) -> Path:
-        return self._kept[-1]
-
-    def synced(self, folder: Path | None = None) -> Path:
-        """Sync every file of a save, by default the last one's, and the folders that name them."""
-        folder = folder or self.last
-        for path in [*folder.rglob("*"), folder, self._root]:
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-        return folder
-
-    def close(self) -> None:
-        self._remover.shutdown()
-
-
-class TorchSave:
-    """`torch.save` and fsync, in the training thread."""
-
-    note = ""
-
-    def __init__(self, setup: Setup) -> None:
-        self._folders = _Folders(setup.root)
-
-    def save(self, step: int, state: State) -> None:
-        folder = self._folders.new(step)
-        folder.mkdir()
-        torch.save(state, folder / "state.pt")
-        self._folders.synced()
-
-    def wait_safe_to_change(self) -> None:
-        """Nothing reads the tensors after `save`."""
-
-    def wait_committed_and_synced(self) -> Path:
-        return self._folders.last
-
-    def load(self, like: State) -> State:
-        return torch.load(self._folders.last / "state.pt", map_location="cpu", weights_only=True)
-
-    def close(self) -> None:
-        self._folders.close()
+from headwater.errors import BlockedError
 
 
 class _Dcp:
@@ -169,7 +36,7 @@ class _Dcp:
         cuda = setup.device.type == "cuda"
         if self._in_process:
             _require_shared_memory(setup.state)
-        self._folders = _Folders(setup.root)
+        self._folders = Folders(setup.root)
         self._threads = setup.write_threads
         self._stager = DefaultStager(
             StagingOptions(
@@ -252,7 +119,7 @@ class TorchCheckpointing:
     def __init__(self, setup: Setup) -> None:
         _require_shared_memory(setup.state)
         self.note = ""
-        self._folders = _Folders(setup.root)
+        self._folders = Folders(setup.root)
         with silent_stderr():  # its process tells at length what the next lines find out
             self._manager = self._open(direct=True)
             try:  # its direct writes are not aligned, which many file systems refuse
@@ -317,7 +184,7 @@ class Nvrx:
             _require_shared_memory(setup.state)
         self.note = "its CUDA synchronization left out" if self._cpu else ""
         self._threads = setup.write_threads
-        self._folders = _Folders(setup.root)
+        self._folders = Folders(setup.root)
         self._queue = self._core.AsyncCallsQueue(persistent=True)
 
     def save(self, step: int, state: State) -> None:

@@ -6,7 +6,7 @@ import statistics
 
 from rich.table import Table
 
-from headwater.bench.ckpt import Comparison, SideResult
+from headwater.bench.ckpt_result import Comparison, SideResult
 
 _COLUMNS = ("stall ms", "fence ms", "step s", "saving s", "interference", "synced s", "GB/s", "copies", "of disk")
 

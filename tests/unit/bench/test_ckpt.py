@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from headwater.bench import ckpt, ckpt_peers
+from headwater.bench import ckpt, ckpt_sides
 from headwater.bench.ckpt_ceilings import CeilingMeter
 from headwater.bench.ckpt_guards import limited
-from headwater.bench.ckpt_peers import PEERS, Setup, TorchSave, Way
+from headwater.bench.ckpt_peers import PEERS, Way
+from headwater.bench.ckpt_sides import Setup, TorchSave
 from headwater.bench.ckpt_state import Training, empty_copy, fingerprints, named_tensors
 from headwater.cli import bench
 from headwater.cli.main import main
@@ -249,7 +250,7 @@ def test_the_peers_files_and_folders_are_synced(tmp_path, monkeypatch):
     synced = []
     fsync = os.fsync
     monkeypatch.setattr(
-        ckpt_peers.os, "fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd))
+        ckpt_sides.os, "fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd))
     )
     side = TorchSave(Setup(tmp_path, {}, torch.device("cpu")))
     side.save(1, {"weight": torch.ones(3)})
