@@ -19,6 +19,15 @@ from headwater.cli.main import main
 from headwater.errors import HeadwaterError
 
 
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """So small a model is many times slower with two, when the machine has other work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def folder(tmp_path):
     made = tmp_path / "disk"
