@@ -217,8 +217,17 @@ class Nvrx:
         return _load_dcp(self._folders.last, like)
 
     def close(self) -> None:
-        self._queue.close()
-        self._folders.close()
+        caller: Any = getattr(self._queue, "persistent_caller", None)
+        worker = getattr(caller, "process", None)
+        try:
+            if worker is None or worker.is_alive():
+                self._queue.close()
+        finally:
+            if caller is not None:  # or its __del__ would wait, for ever where the worker was killed
+                caller.process = None
+            if worker is not None and worker.is_alive():
+                worker.kill()
+            self._folders.close()
 
 
 def _load_dcp(folder: Path, like: State) -> State:
