@@ -158,21 +158,24 @@ def test_the_exit_code_is_1_where_our_own_checkpoint_is_wrong(run, monkeypatch):
 
 
 def test_a_peer_that_breaks_in_mid_run_is_left_out_with_its_reason(run, monkeypatch, folder, capsys):
+    refused = []
+
     class Breaks(Fake):
         def save(self, step, state):
-            if len(self.saves) == 5:  # in the second round
+            if len(self.saves) == 5:  # in the second of three rounds
+                refused.append(step)
                 raise RuntimeError("the traceback of\nanother process\nValueError: out of luck\n")
             super().save(step, state)
 
     monkeypatch.setitem(PEERS, "nvrx", Way("Breaks", Breaks))
-    code, result = run("--peer", "nvrx", "--peer", "torch-save")
+    code, result = run("--peer", "nvrx", "--peer", "torch-save", rounds="3")
     own, broken, other = result["sides"]
     assert code == 0
     assert broken["problem"] == "broke: RuntimeError: ValueError: out of luck"
-    assert len(broken["commit_s"]) == 1
+    assert len(broken["commit_s"]) == len(refused) == 1
     assert broken["right"] is None
     assert Fake.made.closed
-    assert len(own["commit_s"]) == len(other["commit_s"]) == 2
+    assert len(own["commit_s"]) == len(other["commit_s"]) == 3
     assert other["right"] is True
     assert list(folder.iterdir()) == []
     assert "out of luck" in capsys.readouterr().out
