@@ -1,10 +1,11 @@
 """The first state of a save, overlapped with training: live tensors into the image of the file to write.
 
-    call:        digest every live tensor ──> clone what a forward pass changes ──> return
-    background:  copy all ──> seal ──> hand over to the writer
+    call:        note each tensor's version ──> clone what a forward pass changes ──> return
+    background:  digest every live tensor ──> copy all ──> compare versions ──> seal ──> hand over to the writer
 
-The digests are those of the moment of the call. A tensor that changes before its copy is taken, which the fence
-prevents, makes the writer's digest differ, and the save is refused.
+On a GPU the digests are launched by the call, in the stream of training, so that they are those of that moment. On a
+host they are computed first of all in the background. A tensor that changes before its copy is taken, which the fence
+prevents, has another version, or other bytes than were digested; either way the save is refused.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from headwater.checkpoint.host_buffer import Lease
 from headwater.checkpoint.layout import Box, FileLayout, lay_out
 from headwater.checkpoint.manifest import ChunkEntry
 from headwater.checkpoint.snapshot import check_boxes, check_storage
-from headwater.checkpoint.write_request import encode_structure
+from headwater.checkpoint.write_request import encode_structure, listed
 from headwater.errors import HeadwaterError
 
 _Copy = tuple[torch.Tensor, torch.Tensor]
@@ -147,25 +148,31 @@ class Stager:
         lease: Lease,
         then: Callable[[Staging], None],
     ) -> Staging:
-        """Digest now, copy in the background, then call `then` from there, whether staging failed or not.
+        """Begin, go on in the background, and call `then` from there, whether staging failed or not.
 
         plans: of the very chunks given, by component; `lease` has a buffer for each.
         """
         staging = Staging(label)
-        live = _LiveDigests([chunk.tensor for parts in chunks.values() for chunk in parts])
         sources = {name: [_source(chunk) for chunk in parts] for name, parts in chunks.items()}
+        watch = _Watch(chunks)
+        live = _LiveDigests(
+            [_digested(*pair) for name in chunks for pair in zip(chunks[name], sources[name], strict=True)]
+        )
         behind = _current_events(source for parts in sources.values() for source in parts)
 
         def stage_in_background() -> None:
             try:
+                live.compute_on_host()
                 self._copy(sources, plans, lease, behind)
                 values = live.values(self._stream)
+                watch.require_unchanged(label)
                 for name, plan in plans.items():
                     staging.digests[name], values = values[: len(plan.keys)], values[len(plan.keys) :]
                 lease.seal()
             except Exception as problem:
                 staging.error = problem.with_traceback(None)  # whose frames hold tensors
-            sources.clear()  # before the fence opens: memory that is given up behind it must really be free
+            for held in (sources, watch, live):  # memory that is given up behind the fence must really be free
+                held.clear()
             staging._finish()
             then(staging)
 
@@ -232,24 +239,66 @@ def _copies(sources: Sequence[torch.Tensor], layout: FileLayout, lease: Lease, n
             yield whole[begin:end].view(source.dtype).view(source.shape), source
 
 
+class _Watch:
+    """Sees a live tensor being written in place, moved or resized, unless it is done behind torch's back."""
+
+    def __init__(self, chunks: Mapping[str, Sequence[Chunk]]) -> None:
+        self._before = [
+            (name, chunk, _version(chunk.tensor))
+            for name, parts in chunks.items()
+            for chunk in parts
+            if not chunk.changes_in_forward
+        ]
+
+    def require_unchanged(self, label: str) -> None:
+        """Raises HeadwaterError naming the tensors that are not what they were when this was made."""
+        changed = [f"{name} {chunk.name}" for name, chunk, before in self._before if _version(chunk.tensor) != before]
+        if changed:
+            raise HeadwaterError(
+                f"{listed(changed)} changed while {label} was still being copied: "
+                "whoever writes, frees or moves a tensor has to wait at the fence (wait_staged) first"
+            )
+
+    def clear(self) -> None:
+        """Let go of the tensors."""
+        self._before = []
+
+
+def _version(tensor: torch.Tensor) -> tuple[int, int, int]:
+    written = 0 if tensor.is_inference() else tensor._version
+    return written, tensor.data_ptr(), tensor.untyped_storage().nbytes()
+
+
+def _digested(chunk: Chunk, source: torch.Tensor) -> torch.Tensor:
+    """The live tensor, as of now: its clone where a forward pass may change it before it is digested."""
+    return source if chunk.changes_in_forward and not source.is_cuda else chunk.tensor
+
+
 class _LiveDigests:
-    """Digests of live tensors: at once on a CPU, on a GPU in its current stream without waiting for them."""
+    """Digests of live tensors: on a GPU in its current stream, without waiting for them; on a host when asked for."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._nbytes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-        on_host = [index for index, tensor in enumerate(tensors) if not tensor.is_cuda]
-        self._known = dict(zip(on_host, digests([tensors[index] for index in on_host]), strict=True))
+        self._on_host = [(index, tensor) for index, tensor in enumerate(tensors) if not tensor.is_cuda]
+        self._known: dict[int, int] = {}
         self._sums: list[tuple[list[int], torch.Tensor]] = []
         for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
             there = [index for index, tensor in enumerate(tensors) if tensor.device == device]
             self._sums.append((there, device_sums([tensors[index] for index in there])))
 
+    def compute_on_host(self) -> None:
+        values = digests([tensor for _, tensor in self._on_host])
+        self._known |= {index: value for (index, _), value in zip(self._on_host, values, strict=True)}
+
     def values(self, stream: Callable[[torch.device], torch.cuda.Stream]) -> list[int]:
         """stream: of a device, one that runs behind the digests but not behind what training asks for meanwhile."""
-        known = dict(self._known)
         for indices, sums in self._sums:
             with torch.cuda.stream(stream(sums.device)):
                 totals = sums.tolist()
             for index, total in zip(indices, totals, strict=True):
-                known[index] = finish(total, self._nbytes[index])
-        return [known[index] for index in range(len(self._nbytes))]
+                self._known[index] = finish(total, self._nbytes[index])
+        return [self._known[index] for index in range(len(self._nbytes))]
+
+    def clear(self) -> None:
+        """Let go of the tensors."""
+        self._on_host, self._sums = [], []

@@ -115,8 +115,12 @@ def receive(channel: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
 
 def difference_text(folder: Path, differing: Sequence[str]) -> str:
     """The one line for a save whose bytes are not those of the live tensors. differing: component and chunk names."""
-    more = f" and {len(differing) - _NAMED_CHUNKS} more" if len(differing) > _NAMED_CHUNKS else ""
     return (
-        f"the checkpoint {folder.name} does not hold what the live tensors held, so it was removed: "
-        f"{', '.join(differing[:_NAMED_CHUNKS])}{more}"
+        f"the checkpoint {folder.name} does not hold what the live tensors held, so it was removed: {listed(differing)}"
     )
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first few, and how many more there are."""
+    more = f" and {len(names) - _NAMED_CHUNKS} more" if len(names) > _NAMED_CHUNKS else ""
+    return f"{', '.join(names[:_NAMED_CHUNKS])}{more}"

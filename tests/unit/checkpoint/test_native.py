@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -69,18 +70,26 @@ def tensors() -> Tensors:
     return {"a": torch.randn(300, 70, generator=generator), "b": torch.randn(50, generator=generator).bfloat16()}
 
 
+@dataclass
+class SlowCopies:
+    """begun: a copy is about to be made, all is digested. go: until this is set, none is made."""
+
+    begun: threading.Event = field(default_factory=threading.Event)
+    go: threading.Event = field(default_factory=threading.Event)
+
+
 @pytest.fixture
-def slow_copies(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Copies of the staging thread wait until the event is set."""
-    go = threading.Event()
+def slow_copies(monkeypatch: pytest.MonkeyPatch) -> SlowCopies:
+    events = SlowCopies()
     real = Stager._copy
 
     def copy(self: Stager, *args: Any) -> None:
-        assert go.wait(60)
+        events.begun.set()
+        assert events.go.wait(60)
         real(self, *args)
 
     monkeypatch.setattr(Stager, "_copy", copy)
-    return go
+    return events
 
 
 def overwrite(tensors: Tensors) -> None:
@@ -142,12 +151,12 @@ def test_both_checkpoints_hold_the_values_of_their_step(
 
 
 def test_the_fence_holds_back_who_changes_storage_until_it_was_copied(
-    make: MakeManager, root: Path, tensors: Tensors, slow_copies: threading.Event
+    make: MakeManager, root: Path, tensors: Tensors, slow_copies: SlowCopies
 ):
     manager, fence = make(), Fence()
     expected = copy_of(tensors)
     save(manager, 1, tensors, fence)
-    threading.Timer(0.2, slow_copies.set).start()
+    threading.Timer(0.2, slow_copies.go.set).start()
     fence.wait()
     overwrite(tensors)
     assert fence.take_waited_s() > 0
@@ -156,21 +165,43 @@ def test_the_fence_holds_back_who_changes_storage_until_it_was_copied(
     assert same(stored(root, 1), expected)
 
 
-@pytest.mark.parametrize("mutate", [overwrite, resize_to_zero_and_back])
+def overwrite_behind_torchs_back(tensors: Tensors) -> None:
+    for tensor in tensors.values():
+        before = tensor._version
+        tensor.data.add_(1)
+        assert tensor._version == before
+
+
+@pytest.mark.parametrize(
+    ("mutate", "seen"),
+    [
+        (overwrite, "policy a, policy b changed while step 2 was still being copied"),
+        (resize_to_zero_and_back, "policy a, policy b changed while step 2 was still being copied"),
+        (move_off_and_back, "policy a, policy b changed while step 2 was still being copied"),
+        (overwrite_behind_torchs_back, "does not hold what the live tensors held.*policy a, policy b$"),
+    ],
+)
 def test_without_the_fence_a_torn_read_is_refused_and_the_previous_stays_the_newest(
-    mutate: Callable[[Tensors], None], make: MakeManager, root: Path, tensors: Tensors, slow_copies: threading.Event
+    mutate: Callable[[Tensors], None],
+    seen: str,
+    make: MakeManager,
+    root: Path,
+    tensors: Tensors,
+    slow_copies: SlowCopies,
 ):
     manager, fence = make(), Fence()
-    slow_copies.set()
+    slow_copies.go.set()
     save(manager, 1, tensors, fence)
     fence.wait()
-    slow_copies.clear()
+    slow_copies.go.clear()
     fence.remove_for_test()
+    slow_copies.begun.clear()
     save(manager, 2, tensors, fence)
     fence.wait()
+    assert slow_copies.begun.wait(60)
     mutate(tensors)
-    slow_copies.set()
-    with pytest.raises(HeadwaterError, match=r"does not hold what the live tensors held.*policy a, policy b$"):
+    slow_copies.go.set()
+    with pytest.raises(HeadwaterError, match=seen):
         manager.wait_committed(60)
     assert [folder.name[:11] for folder in root.glob("step_*")] == ["step_000001"]
     latest = manager.latest()
@@ -179,6 +210,21 @@ def test_without_the_fence_a_torn_read_is_refused_and_the_previous_stays_the_new
     save(manager, 3, tensors)
     manager.wait_committed(60)
     assert same(stored(root, 3), tensors)
+
+
+def test_without_the_fence_what_changes_before_it_is_digested_is_refused(
+    make: MakeManager, root: Path, tensors: Tensors, monkeypatch: pytest.MonkeyPatch
+):
+    manager = make()
+    go = threading.Event()
+    real = staging_module.digests
+    monkeypatch.setattr(staging_module, "digests", lambda tensors: (go.wait(60), real(tensors))[1])
+    save(manager, 1, tensors)
+    overwrite(tensors)
+    go.set()
+    with pytest.raises(HeadwaterError, match="policy a, policy b changed while step 1 was still being copied"):
+        manager.wait_committed(60)
+    assert not list(root.glob("step_*"))
 
 
 def test_a_stale_view_in_staging_is_refused(
@@ -197,13 +243,13 @@ def test_a_stale_view_in_staging_is_refused(
     assert len(list(root.glob("step_*"))) == 1
 
 
-def test_what_a_forward_pass_changes_is_copied_at_the_call(make: MakeManager, root: Path, slow_copies: threading.Event):
+def test_what_a_forward_pass_changes_is_copied_at_the_call(make: MakeManager, root: Path, slow_copies: SlowCopies):
     manager = make()
     mean = torch.ones(5)
     chunks = [Chunk.whole("mean", mean, changes_in_forward=True)]
     manager.save(1, {"policy": chunks}, {}, "", None, 1)
     mean.add_(1)
-    slow_copies.set()
+    slow_copies.go.set()
     manager.wait_committed(60)
     assert same(stored(root, 1), {"mean": torch.ones(5)})
 
