@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +76,9 @@ class Manifest:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values; digests and checksums as 16 hex digits, since JSON readers round large numbers."""
-        content = {"format_version": FORMAT_VERSION, **asdict(self)}
-        content["chunks"] = [{**asdict(chunk), "digest": f"{chunk.digest:016x}"} for chunk in self.chunks]
-        content["files"] = [{**asdict(file), "checksum": f"{file.checksum:016x}"} for file in self.files]
+        content = {"format_version": FORMAT_VERSION, **vars(self)}
+        content["chunks"] = [{**vars(chunk), "digest": f"{chunk.digest:016x}"} for chunk in self.chunks]
+        content["files"] = [{**vars(file), "checksum": f"{file.checksum:016x}"} for file in self.files]
         return content | {"checksum": _checksum(content)}
 
     def to_json(self) -> str:
@@ -88,8 +88,8 @@ class Manifest:
     def from_json(cls, text: str, source: str) -> Manifest:
         """Parse and validate; `source` names the manifest in errors.
 
-        Raises CorruptCheckpointError for anything that cannot be believed, and UserError for a format version that
-        this Headwater does not read.
+        Raises CorruptCheckpointError for anything that cannot be believed, a single character that `to_json` would not
+        have written included, and UserError for a format version that this Headwater does not read.
         """
         try:
             document = json.loads(text)
@@ -102,10 +102,10 @@ class Manifest:
         chunks = tuple(_chunk(item, index, source) for index, item in enumerate(fields.pop("chunks")))
         files = tuple(_file(item, index, source) for index, item in enumerate(fields.pop("files")))
         del fields["format_version"]
-        checksum = fields.pop("checksum")
+        del fields["checksum"]
         manifest = cls(**fields, chunks=chunks, files=files)
         validate(manifest, source)
-        if checksum != _checksum({key: value for key, value in document.items() if key != "checksum"}):
+        if text != manifest.to_json():  # which has the checksum of its content, so that no change of it goes unseen
             raise CorruptCheckpointError(f"{source}: its content does not match its own checksum: it was altered")
         return manifest
 
@@ -114,7 +114,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Read, parse and validate the manifest of a committed folder. Raises UserError."""
     path = folder / MANIFEST_NAME
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes().decode()  # as it is: reading as text would make one line end of another
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:

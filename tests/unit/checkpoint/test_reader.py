@@ -1,4 +1,3 @@
-import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -256,6 +255,6 @@ def test_huge_shape_in_a_manifest_does_not_allocate(tmp_path: Path):
     checkpoint = store(tmp_path, [Chunk.whole("w", torch.ones(2))])
     (chunk,) = checkpoint.manifest.chunks
     huge = replace(checkpoint.manifest, chunks=(replace(chunk, global_shape=(1 << 60,)),))
-    (checkpoint.folder / "manifest.json").write_text(json.dumps(huge.to_dict()))
+    (checkpoint.folder / "manifest.json").write_text(huge.to_json())
     with pytest.raises(UserError, match="do not cover"):
         Checkpoint.open(checkpoint.folder).component("policy").read("w")
