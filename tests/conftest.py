@@ -16,6 +16,18 @@ from headwater.engines.torch.engine import TorchEngine
 from headwater.models.resolve import resolve
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Show what tests measured or counted and handed to `record_property("figure", ...)`."""
+    reports = [report for some in terminalreporter.stats.values() for report in some]
+    properties = [
+        item for report in reports if getattr(report, "when", "") == "call" for item in report.user_properties
+    ]
+    figures = [str(value) for name, value in properties if name == "figure"]
+    if figures:
+        terminalreporter.section("figures")
+        terminalreporter.write_line("\n".join(figures))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread_pool() -> None:
     # CPU results depend on the number of threads in the last bits; tests compare bits.

@@ -145,10 +145,10 @@ def stored_values(checkpoint: Checkpoint, component: str) -> tuple[dict[str, Any
 
 def _open(path: Path) -> Checkpoint:
     if committed(path) or parse_folder_name(path.absolute().name):
-        return Checkpoint.open(path)
+        return Checkpoint.open_to_load(path)
     if not path.is_dir():
         raise UserError(f"{path}: no such folder")
     found = newest(path)
     if found is None:
         raise UserError(f"{path}: neither a checkpoint nor a folder with a committed one")
-    return Checkpoint.open(found.folder)
+    return Checkpoint.open_to_load(found.folder)

@@ -1,7 +1,7 @@
 """Where each chunk lies in a safetensors file; shared by all who write one. Needs no torch.
 
 The header is padded so that the data begins on a page, and chunks go by falling element size, so that all are
-aligned and there are no holes.
+aligned and there are no holes. Readers compare headers byte for byte, so another layout is another format version.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ class CheckpointManager:
         if found is None:
             return None
         try:
-            checkpoint = Checkpoint.open(found.folder)
+            checkpoint = Checkpoint.open_to_load(found.folder)
         except UserError as error:
             raise UserError(f"the newest checkpoint cannot be resumed from: {error}. {self._older(found)}") from None
         identity = checkpoint.manifest.model_identity

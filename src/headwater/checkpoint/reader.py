@@ -17,7 +17,15 @@ from headwater.checkpoint.chunk import Chunk
 from headwater.checkpoint.commit import committed
 from headwater.checkpoint.digest import Digester, digest_bytes
 from headwater.checkpoint.dtypes import DTYPES
-from headwater.checkpoint.manifest import ChunkEntry, CorruptCheckpointError, FileEntry, Manifest, read_manifest
+from headwater.checkpoint.layout import Box, lay_out
+from headwater.checkpoint.manifest import (
+    MANIFEST_NAME,
+    ChunkEntry,
+    CorruptCheckpointError,
+    FileEntry,
+    Manifest,
+    read_manifest,
+)
 from headwater.errors import UserError
 
 TRAINER_NAME = "trainer.json"
@@ -43,12 +51,32 @@ class Checkpoint:
             raise UserError(f"{folder}: no such folder")
         if not committed(folder):
             raise UserError(f"{folder}: not a committed checkpoint (it has no manifest.json)")
+        if not _is_inside(folder / MANIFEST_NAME, folder):
+            raise CorruptCheckpointError(f"{folder / MANIFEST_NAME}: leads out of the checkpoint's folder")
         manifest = read_manifest(folder)
         for file in manifest.files:
             problem = file_problem(folder, file)
             if problem:
                 raise CorruptCheckpointError(problem)
         return cls(folder, manifest)
+
+    @classmethod
+    def open_to_load(cls, folder: Path) -> Checkpoint:
+        """`open`, and check every byte that is no tensor's; a tensor's are checked as they are read.
+
+        A load that begins here refuses what `verify` would tell of, without reading a tensor twice.
+        Raises as `open` does.
+        """
+        checkpoint = cls.open(folder)
+        chunks: dict[str, list[ChunkEntry]] = {}
+        for chunk in checkpoint.manifest.chunks:
+            chunks.setdefault(chunk.file, []).append(chunk)
+        for file in checkpoint.manifest.files:
+            if file.path in chunks:
+                _check_header(folder / file.path, chunks[file.path])
+            else:
+                checkpoint.read_file(file)
+        return checkpoint
 
     def components(self) -> list[str]:
         """Names of the components, sorted."""
@@ -181,6 +209,22 @@ def _box_text(chunk: Chunk) -> str:
     return f"shape {tuple(chunk.tensor.shape)} at offset {chunk.offset}"
 
 
+def _check_header(path: Path, chunks: list[ChunkEntry]) -> None:
+    """See that the file begins with the very header of these chunks, since no chunk's digest tells of it."""
+    boxes = [Box(chunk.name, chunk.dtype, chunk.shape, chunk.global_shape, chunk.offset) for chunk in chunks]
+    try:
+        layout = lay_out(boxes)
+        header = np.empty(len(layout.header), np.uint8)
+        with open(path, "rb", buffering=0) as opened:
+            _fill(opened.fileno(), header, 0)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
+    except ValueError as error:
+        raise CorruptCheckpointError(f"{path}: {error}") from None
+    if header.tobytes() != layout.header:
+        raise CorruptCheckpointError(f"{path}: its header is not that of the chunks in the manifest: it was altered")
+
+
 def _fill(descriptor: int, raw: np.ndarray, offset: int) -> None:
     view = raw.data
     done = 0
@@ -199,7 +243,7 @@ def file_problem(folder: Path, file: FileEntry) -> str | None:
     """What is wrong with a listed file without reading it; a link out of the folder is."""
     path = folder / file.path
     try:
-        if not path.resolve().is_relative_to(folder.resolve()):
+        if not _is_inside(path, folder):
             return f"{path}: leads out of the checkpoint's folder"
         found = path.stat()
     except (OSError, RuntimeError) as error:
@@ -209,6 +253,11 @@ def file_problem(folder: Path, file: FileEntry) -> str | None:
     if found.st_size != file.size:
         return f"{path}: {found.st_size} bytes, the manifest says {file.size}: it is cut or altered"
     return None
+
+
+def _is_inside(path: Path, folder: Path) -> bool:
+    """Whether no link leads from it out of the folder."""
+    return path.resolve().is_relative_to(folder.resolve())
 
 
 def bytes_to_verify(checkpoint: Checkpoint) -> int:

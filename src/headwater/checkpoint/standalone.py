@@ -116,7 +116,7 @@ class AsyncCheckpointer:
             newest = self._manager.latest()
         else:
             found = [found for found in scan(self.folder) if found.committed and found.step == step]
-            newest = Checkpoint.open(found[-1].folder) if found else None
+            newest = Checkpoint.open_to_load(found[-1].folder) if found else None
         if newest is None:
             asked = "committed checkpoint" if step is None else f"committed checkpoint of step {step}"
             raise UserError(f"{self.folder}: no {asked}")
