@@ -26,6 +26,7 @@ from headwater.checkpoint.commit import commit, committed, discard, new_folder, 
 from headwater.checkpoint.fence import Fence
 from headwater.checkpoint.manifest import MANIFEST_NAME, ChunkEntry, FileEntry, Manifest, validate
 from headwater.checkpoint.native import NativeSaver, SaveOrder, SaveResult
+from headwater.checkpoint.readback import read_back
 from headwater.checkpoint.reader import TRAINER_NAME, Checkpoint
 from headwater.checkpoint.retention import Saved, keys_to_keep
 from headwater.checkpoint.small_files import TokenizerFiles, trainer_json, write_tokenizer
@@ -212,7 +213,14 @@ class CheckpointManager:
             if self._native is not None:
                 small_files |= self._tokenizer_files.of(tokenizer)
             order = SaveOrder(
-                step, chunks, small_files, self._run_id, weight_version, self._model_identity, self._next_time()
+                step=step,
+                chunks=chunks,
+                small_files=small_files,
+                run_id=self._run_id,
+                weight_version=weight_version,
+                model_identity=self._model_identity,
+                saved_at_ns=self._next_time(),
+                readback=self._config.verify == "readback",
             )
             folder, saved = None, True
             if self._native is None:
@@ -240,6 +248,7 @@ class CheckpointManager:
             entries, files = _write_components(folder, staged)
             files += _write_small_files(folder, order.small_files, tokenizer)
             written_at = time.perf_counter()
+            readback_s = read_back(folder, files, entries) if order.readback else 0.0
             manifest = Manifest(
                 run_id=order.run_id,
                 save_id=save_id,
@@ -255,7 +264,8 @@ class CheckpointManager:
         measured = {
             "stage_s": staged_at - started,
             "write_s": written_at - staged_at,
-            "commit_s": time.perf_counter() - written_at,
+            "readback_s": readback_s,
+            "commit_s": time.perf_counter() - written_at - readback_s,
             "bytes": float(sum(file.size for file in files)),
         }
         digests = {(entry.component, entry.name, entry.offset): entry.digest for entry in entries}

@@ -30,7 +30,10 @@ _BUSY_TIMEOUT_S = 3600.0
 
 @dataclass(frozen=True)
 class SaveOrder:
-    """What to save. chunks: of each component. small_files: path in the folder and content."""
+    """What to save. chunks: of each component. small_files: path in the folder and content.
+
+    readback: whether to read it from the disk again before the commit.
+    """
 
     step: int
     chunks: Mapping[str, Sequence[Chunk]]
@@ -39,6 +42,7 @@ class SaveOrder:
     weight_version: int
     model_identity: str
     saved_at_ns: int
+    readback: bool
 
 
 @dataclass
@@ -171,6 +175,7 @@ class NativeSaver:
                 weight_version=order.weight_version,
                 model_identity=order.model_identity,
                 saved_at_ns=order.saved_at_ns,
+                readback=order.readback,
                 structure=tuple(plan.structure for plan in plans.values()),
                 digests=tuple(ordered),
                 images=tuple((plan.path, plan.layout.size) for plan in plans.values()),

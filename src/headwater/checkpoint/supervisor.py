@@ -174,7 +174,7 @@ class Supervisor:
         if job is None or message["attempt"] != job.attempt or message["kind"] == "alive":
             return
         if message["kind"] == "committed":
-            measured = {key: float(message[key]) for key in ("bytes", "write_s", "commit_s")}
+            measured = {key: float(message[key]) for key in ("bytes", "write_s", "readback_s", "commit_s")}
             self._finish(job, measured, None)
         else:
             self._finish(job, {}, _error(job, message))

@@ -33,6 +33,7 @@ class WriteRequest:
 
     structure: of the chunks of each image, as `encode_structure` makes it. digests: live ones, of all chunks in that
     order. images: path and bytes of each file whose image is staged. small: path and content of the other files.
+    readback: whether to read all of it from the disk again before the commit.
     """
 
     save: str
@@ -42,6 +43,7 @@ class WriteRequest:
     weight_version: int
     model_identity: str
     saved_at_ns: int
+    readback: bool
     structure: tuple[bytes, ...]
     digests: tuple[int, ...]
     images: tuple[tuple[str, int], ...]
@@ -99,7 +101,7 @@ def _chunk(item: dict[str, Any], digest: int) -> ChunkEntry:
 
 
 _U64 = np.dtype("<u8")
-_PLAIN_FIELDS = ("save", "rank", "step", "run_id", "weight_version", "model_identity", "saved_at_ns")
+_PLAIN_FIELDS = ("save", "rank", "step", "run_id", "weight_version", "model_identity", "saved_at_ns", "readback")
 
 
 def send(channel: socket.socket, message: dict[str, Any], fds: Sequence[int] = ()) -> None:

@@ -28,6 +28,7 @@ from headwater.checkpoint.commit import commit, committed, discard
 from headwater.checkpoint.image_file import ImageFile
 from headwater.checkpoint.layout import PAGE
 from headwater.checkpoint.manifest import FileEntry, Manifest, validate
+from headwater.checkpoint.readback import read_back
 from headwater.checkpoint.write_request import WriteRequest, difference_text, receive, send
 from headwater.errors import HeadwaterError
 
@@ -71,12 +72,14 @@ class Attempt:
         if differing:
             raise HeadwaterError(difference_text(self.folder, differing))
         written_at = time.perf_counter()
+        readback_s = read_back(self.folder, files, request.chunks) if request.readback else 0.0
         self._commit(request, files)
         committed_at = time.perf_counter()
         return {
             "bytes": sum(file.size for file in files),
             "write_s": written_at - started,
-            "commit_s": committed_at - written_at,
+            "readback_s": readback_s,
+            "commit_s": committed_at - written_at - readback_s,
         }
 
     def _write_small(self, path: str, data: bytes) -> FileEntry:

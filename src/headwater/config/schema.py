@@ -220,6 +220,9 @@ class CheckpointingConfig(Strict):
     when_busy: Literal["wait", "skip"] = "wait"
     """With native, where both staging buffers still wait for the disk: wait for one, or skip the save; the last step's
     is never skipped."""
+    verify: Literal["written", "readback"] = "written"
+    """What is compared with the live tensors before a commit. written: the bytes that were handed to the disk.
+    readback: besides, the files as they are read from the disk again, past the page cache where that is possible."""
     on_save_error: Literal["stop", "continue"] = "stop"
     """Whether a failed save ends the run, or is reported and training goes on."""
     writer_silence_s: PositiveFloat = 120.0
