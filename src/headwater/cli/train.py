@@ -23,7 +23,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code 0 when the run has all its steps, 130 or 143 when it was interrupted and saved."""
+    """Exit code 0 when the run has all its steps or its time to save by came, 130 or 143 when interrupted and saved."""
     from headwater.config.load import load_config
 
     recipe, overrides = split_words(args.words)
@@ -41,7 +41,8 @@ def run(args: argparse.Namespace) -> int:
     from headwater.engines.torch.host_memory import keep_freed_memory
 
     keep_freed_memory()
-    with StopRequest() as stop, ExitStack() as closing:
+    checkpointing = loaded.config.checkpointing
+    with StopRequest(checkpointing.must_save_by_s) as stop, ExitStack() as closing:
         try:
             runtime = closing.enter_context(build(loaded))
         except HeadwaterError:
@@ -53,7 +54,10 @@ def run(args: argparse.Namespace) -> int:
             return 0
         kept = runtime.checkpoints.latest() if runtime.checkpoints is not None else None
         how = "; resume with the same command" if kept else ", and nothing is saved"
-        runtime.progress.note(f"interrupted at step {runtime.state.step}{how}")
+        why = "interrupted"
+        if stop.signum is None:
+            why = f"checkpointing.checkpoint_must_save_by={checkpointing.checkpoint_must_save_by} has come: ended"
+        runtime.progress.note(f"{why} at step {runtime.state.step}{how}")
     return stop.exit_code
 
 

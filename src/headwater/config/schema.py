@@ -9,8 +9,9 @@ from __future__ import annotations
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from headwater.config.duration import duration_s
 from headwater.metrics import names
 
 _RANKING_TAGS = (
@@ -229,6 +230,10 @@ class CheckpointingConfig(Strict):
     """Seconds without a sign of life after which native's writer process is replaced."""
     save_period: PositiveInt = 10
     """Save every this many steps; the last step is saved always."""
+    checkpoint_must_save_by: str | None = None
+    """Time from the start of the process, DD:HH:MM:SS or HH:MM:SS: the first step that ends then or later is saved, and
+    the run ends with exit code 0, to be resumed with the same command; null for none. Leave a step and a save before
+    the end of a time slot."""
     keep_latest_k: PositiveInt | None = 2
     """Newest committed checkpoints to keep; null keeps all."""
     keep_top_k: PositiveInt | None = None
@@ -237,6 +242,24 @@ class CheckpointingConfig(Strict):
     """Metric tag that ranks checkpoints, such as validation/accuracy."""
     higher_is_better: bool = True
     """Direction of `metric_name`."""
+
+    @field_validator("checkpoint_must_save_by")
+    @classmethod
+    def _must_save_by_is_a_duration(cls, value: str | None) -> str | None:
+        if value is not None:
+            duration_s(value)
+        return value
+
+    @property
+    def must_save_by_s(self) -> int | None:
+        """`checkpoint_must_save_by` in seconds."""
+        return None if self.checkpoint_must_save_by is None else duration_s(self.checkpoint_must_save_by)
+
+    @model_validator(mode="after")
+    def _nothing_to_save_by_a_time(self) -> CheckpointingConfig:
+        if self.checkpoint_must_save_by is not None and not self.enabled:
+            raise ValueError("checkpoint_must_save_by needs enabled=true: there is nothing to resume from")
+        return self
 
     @model_validator(mode="after")
     def _best_needs_a_metric(self) -> CheckpointingConfig:

@@ -1,26 +1,51 @@
-"""Ctrl-C and SIGTERM: the first asks the run to save and end, the second ends it at once."""
+"""What ends a run early: Ctrl-C and SIGTERM, the first to save and end, the second at once; and a time set before."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
+import time
+from pathlib import Path
 from types import FrameType
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SHOW_CURSOR = b"\x1b[?25h"  # a live display hides it and has no time left to show it again
 
 
-class StopRequest:
-    """Context in which the first signal is noted, for the loop to see, and a second exits with 128 + its number."""
+def process_age_s() -> float:
+    """Seconds since this process began, whatever it did before it came here. Linux only.
 
-    def __init__(self) -> None:
+    Field 22 of /proc/self/stat; the second field, the name in parentheses, may hold spaces.
+    """
+    began_ticks = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()[19]
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(began_ticks) / os.sysconf("SC_CLK_TCK")
+
+
+class StopRequest:
+    """Context in which the first signal is noted, for the loop to see, and a second exits with 128 + its number.
+
+    must_save_by_s: age of the process from which on a stop is requested too, once a step has ended; None for none.
+    """
+
+    def __init__(self, must_save_by_s: float | None = None) -> None:
         self.signum: int | None = None
+        self._must_save_by_s = must_save_by_s
+        self._step_ended = False
 
     @property
     def requested(self) -> bool:
-        """Whether a signal has come."""
-        return self.signum is not None
+        """Whether a signal has come, or the time to save by."""
+        return self.signum is not None or self.time_is_up
+
+    @property
+    def time_is_up(self) -> bool:
+        """Whether the time to save by has come. Not before this process has trained a step: resuming must get on."""
+        return self._must_save_by_s is not None and self._step_ended and process_age_s() >= self._must_save_by_s
+
+    def step_ended(self) -> None:
+        """A step of this process was trained."""
+        self._step_ended = True
 
     @property
     def exit_code(self) -> int:
@@ -36,7 +61,7 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _handle(self, signum: int, _: FrameType | None) -> None:
-        if self.requested:
+        if self.signum is not None:
             if sys.stdout.isatty():
                 os.write(sys.stdout.fileno(), _SHOW_CURSOR)
             os._exit(128 + signum)

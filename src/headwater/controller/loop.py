@@ -45,6 +45,7 @@ def run_grpo(run: Runtime, stop: StopRequest) -> None:
                 if saved_step < state.step and state.optim_steps == optim_steps:
                     _finish_saves(run, save=True)
                 raise
+            stop.step_ended()
             _record_ranking_metric(run, metrics)  # before the save, so that the checkpoint knows its own rank
             if _is_save_due(run):
                 _save(run, timer, may_skip=state.step < config.grpo.max_num_steps)
