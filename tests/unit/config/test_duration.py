@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from headwater.config.duration import duration_s
@@ -42,3 +44,15 @@ def test_no_time_at_all_a_number_and_nothing_to_save_are_refused():
 
 def test_none_is_the_default():
     assert load_config("grpo_tiny").config.checkpointing.must_save_by_s is None
+
+
+def test_the_resolved_configuration_keeps_it_as_text(tmp_path: Path):
+    loaded = load_config("grpo_tiny", [f"{KEY}=12:00:00"])
+    (tmp_path / "again.yaml").write_text(loaded.resolved_yaml)
+    assert load_config(str(tmp_path / "again.yaml")).config == loaded.config
+
+
+def test_a_recipe_without_quotes_is_told_to_use_them(tmp_path: Path):
+    (tmp_path / "mine.yaml").write_text("defaults: grpo_tiny\ncheckpointing: {checkpoint_must_save_by: 1:00:00:00}\n")
+    with pytest.raises(UserError, match=rf"{KEY}: expected text, got 216000: put it in quotes$"):
+        load_config(str(tmp_path / "mine.yaml"))
