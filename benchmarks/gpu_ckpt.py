@@ -93,7 +93,7 @@ class Training:
 
 
 class StageOnly:
-    """Staging as a save does it, of buffers that are free again at once."""
+    """Staging as a save does it, of buffers that are free again at once. seconds: of the copies from the device."""
 
     def __init__(self, training: Training, folder: Path) -> None:
         self._training = training
@@ -105,12 +105,12 @@ class StageOnly:
         begin = time.perf_counter()
         chunks = {"policy": self._training.chunks()}
         plans = {"policy": self._planner.plan("policy", chunks["policy"])}
-        lease = self._pool.acquire({"policy": plans["policy"].layout.size}, True, 60.0)
+        lease = self._pool.acquire({"policy": plans["policy"].size_bound}, True, 60.0)
         assert lease is not None
 
         def then(staging: Staging) -> None:
             assert staging.error is None, staging.error
-            self.seconds.append(staging.seconds)
+            self.seconds.append(staging.copy_seconds)
             lease.release()
 
         self._training.fence.register(self._stager.stage("bench", chunks, plans, lease, then))
@@ -216,14 +216,14 @@ def interference(training: Training, folder: Path, report: dict[str, Any]) -> No
             flush=True,
         )
     nbytes = training.nbytes()
-    report["staged_gb_s"] = [nbytes / seconds / 1e9 for seconds in staging.seconds]
+    report["copied_gb_s"] = [nbytes / seconds / 1e9 for seconds in staging.seconds]
     report["stall_ms"] = [1e3 * seconds for seconds in staging.calls]
     report["save_call_ms"] = [1e3 * seconds for seconds in saving.calls]
     calls, saves = report["stall_ms"], report["save_call_ms"]
     print(
         f"{nbytes / 1e9:.2f} GB in {len(training.chunks())} chunks: call {statistics.median(calls):.1f} ms "
         f"(largest {max(calls):.1f}), of the whole save {statistics.median(saves):.1f} ms (largest {max(saves):.1f}); "
-        f"staged at {statistics.median(report['staged_gb_s']):.1f} GB/s; "
+        f"copied at {statistics.median(report['copied_gb_s']):.1f} GB/s; "
         f"loss {training.losses[0].item():.2f} -> {training.losses[-1].item():.2f}",
         flush=True,
     )
@@ -235,7 +235,7 @@ def interference(training: Training, folder: Path, report: dict[str, Any]) -> No
 def whole_saves(training: Training, folder: Path, count: int, report: dict[str, Any]) -> None:
     """Saves one after the other, each proven; disk ceilings measured between them."""
     saving = Saving(training, folder / "whole", "wait")
-    time.sleep(training.nbytes() / 1.5e9)  # as a run's first rollout gives it
+    time.sleep(training.nbytes() / 1e9)  # as a run's first rollout gives it
     nbytes = training.nbytes()
     spare = HostBuffer(folder)
     spare.reserve(min(nbytes, 4 << 30) // 4096 * 4096, pin=False)
@@ -254,6 +254,7 @@ def whole_saves(training: Training, folder: Path, count: int, report: dict[str, 
         row = {
             "call_ms": 1e3 * saving.calls[-1],
             "staged_s": staged,
+            "copied_gb_s": nbytes / news["checkpoint/copy_s"] / 1e9,
             "committed_s": committed,
             "write_gb_s": nbytes / news["checkpoint/write_s"] / 1e9,
             "ceiling_gb_s": ceiling / 1e9,

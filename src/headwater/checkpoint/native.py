@@ -115,7 +115,7 @@ class NativeSaver:
         Raises as `snapshot` does, UserError where there is no memory, HeadwaterError where no buffer gets free.
         """
         plans = {name: self._planner.plan(name, parts) for name, parts in order.chunks.items()}
-        sizes = {name: plan.layout.size for name, plan in plans.items()}
+        sizes = {name: plan.size_bound for name, plan in plans.items()}
         pin = any(chunk.tensor.is_cuda for parts in order.chunks.values() for chunk in parts)
         lease = self._acquire(sizes, pin, order.step, skip_when_busy)
         if lease is None:
@@ -158,6 +158,8 @@ class NativeSaver:
     ) -> None:
         """In the staging thread: hand the save over to the writer."""
         result = SaveResult(order.step, measured={"stage_s": staging.seconds})
+        if staging.copy_seconds:
+            result.measured["copy_s"] = staging.copy_seconds
         fd = -1
         try:
             if staging.error is not None:

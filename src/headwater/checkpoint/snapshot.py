@@ -68,6 +68,7 @@ def check_boxes(chunks: Sequence[Chunk]) -> None:
     seen: set[tuple[str, tuple[int, ...]]] = set()
     for chunk in chunks:
         _check_box(chunk)
+        dtype_name(chunk.tensor.dtype)
         if (chunk.name, chunk.offset) in seen:
             raise ValueError(f"chunk {chunk.name} at offset {chunk.offset} is given twice")
         seen.add((chunk.name, chunk.offset))

@@ -10,11 +10,12 @@ prevents, has another version, or other bytes than were digested; either way the
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from headwater.checkpoint.chunk import Chunk
 from headwater.checkpoint.digest import device_sums, digests, finish
 from headwater.checkpoint.dtypes import dtype_name
 from headwater.checkpoint.host_buffer import Lease
-from headwater.checkpoint.layout import Box, FileLayout, lay_out
+from headwater.checkpoint.layout import PAGE, Box, FileLayout, lay_out
 from headwater.checkpoint.manifest import ChunkEntry
 from headwater.checkpoint.snapshot import check_boxes, check_storage
 from headwater.checkpoint.write_request import encode_structure, listed
@@ -34,20 +35,60 @@ _Copy = tuple[torch.Tensor, torch.Tensor]
 
 
 _Key = tuple[str, str, tuple[int, ...]]
+_Part = tuple[str, torch.dtype, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
-@dataclass(frozen=True)
 class ComponentPlan:
-    """The file of one component.
+    """The file of one component. What takes time to work out is worked out when it is asked for, in the background.
 
-    path: in the checkpoint's folder. layout: of the file. keys: component, name and offset of each chunk, in the
-    order given. structure: the chunks as a manifest lists them, in the order of the file; see `encode_structure`.
+    parts: name, dtype, shape, global shape and offset of each chunk, in the order given.
     """
 
-    path: str
-    layout: FileLayout
-    keys: tuple[_Key, ...]
-    structure: bytes
+    def __init__(self, component: str, parts: tuple[_Part, ...]) -> None:
+        self.path = f"{component}/rank-00000.safetensors"
+        self._component = component
+        self._parts = parts
+
+    @cached_property
+    def size_bound(self) -> int:
+        """Bytes that the file will not exceed."""
+        headers = sum(6 * len(name) + 150 + 50 * len(shape) for name, _, shape, _, _ in self._parts)
+        return sum(dtype.itemsize * math.prod(shape) for _, dtype, shape, _, _ in self._parts) + headers + 2 * PAGE
+
+    @cached_property
+    def _boxes(self) -> list[Box]:
+        return [
+            Box(name, dtype_name(dtype), tuple(shape), global_shape, offset)
+            for name, dtype, shape, global_shape, offset in self._parts
+        ]
+
+    @cached_property
+    def layout(self) -> FileLayout:
+        return lay_out(self._boxes)
+
+    @cached_property
+    def keys(self) -> tuple[_Key, ...]:
+        """Component, name and offset of each chunk, in the order given."""
+        return tuple((self._component, name, offset) for name, _, _, _, offset in self._parts)
+
+    @cached_property
+    def structure(self) -> bytes:
+        """The chunks as a manifest lists them, in the order of the file; see `encode_structure`."""
+        return encode_structure(
+            ChunkEntry(
+                component=self._component,
+                name=self._boxes[index].name,
+                global_shape=self._boxes[index].global_shape,
+                offset=self._boxes[index].offset,
+                shape=self._boxes[index].shape,
+                dtype=self._boxes[index].dtype,
+                file=self.path,
+                begin=self.layout.ranges[index][0],
+                end=self.layout.ranges[index][1],
+                digest=0,
+            )
+            for index in self.layout.order
+        )
 
 
 class Planner:
@@ -59,46 +100,23 @@ class Planner:
 
     def plan(self, component: str, chunks: Sequence[Chunk]) -> ComponentPlan:
         """Raises as `snapshot` does for chunks that cannot be saved."""
-        parts = tuple((c.name, c.tensor.dtype, c.tensor.shape, c.global_shape, c.offset) for c in chunks)
+        parts = tuple([(c.name, c.tensor.dtype, c.tensor.shape, c.global_shape, c.offset) for c in chunks])
         plan = self._plans.get((component, parts))
         if plan is None:
             check_boxes(chunks)
-            plan = _plan(component, chunks)
             while len(self._plans) >= self._remembered:
                 del self._plans[next(iter(self._plans))]
-            self._plans[component, parts] = plan
+            plan = self._plans[component, parts] = ComponentPlan(component, parts)
         for chunk in chunks:
             check_storage(chunk)
         return plan
 
 
-def _plan(component: str, chunks: Sequence[Chunk]) -> ComponentPlan:
-    boxes = [Box(c.name, dtype_name(c.tensor.dtype), tuple(c.tensor.shape), c.global_shape, c.offset) for c in chunks]
-    layout = lay_out(boxes)
-    path = f"{component}/rank-00000.safetensors"
-    entries = (
-        ChunkEntry(
-            component=component,
-            name=boxes[index].name,
-            global_shape=boxes[index].global_shape,
-            offset=boxes[index].offset,
-            shape=boxes[index].shape,
-            dtype=boxes[index].dtype,
-            file=path,
-            begin=layout.ranges[index][0],
-            end=layout.ranges[index][1],
-            digest=0,
-        )
-        for index in layout.order
-    )
-    keys = tuple((component, box.name, box.offset) for box in boxes)
-    return ComponentPlan(path, layout, keys, encode_structure(entries))
-
-
 class Staging:
     """One save's staging. digests: live digest of each chunk, by component, in the order given; set when done.
 
-    seconds: from the call until all bytes were staged. error: why staging failed, if it did.
+    seconds: from the call until all bytes were staged. copy_seconds: of the copies from a device alone, without what
+    they had to wait for. error: why staging failed, if it did.
     """
 
     def __init__(self, label: str) -> None:
@@ -106,7 +124,7 @@ class Staging:
         self._done = threading.Event()
         self._started = time.perf_counter()
         self.digests: dict[str, list[int]] = {}
-        self.seconds = 0.0
+        self.seconds = self.copy_seconds = 0.0
         self.error: Exception | None = None
 
     @property
@@ -163,7 +181,7 @@ class Stager:
         def stage_in_background() -> None:
             try:
                 live.compute_on_host()
-                self._copy(sources, plans, lease, behind)
+                staging.copy_seconds = self._copy(sources, plans, lease, behind)
                 values = live.values(self._stream)
                 watch.require_unchanged(label)
                 for name, plan in plans.items():
@@ -185,24 +203,28 @@ class Stager:
         plans: Mapping[str, ComponentPlan],
         lease: Lease,
         behind: Mapping[torch.device, Any],
-    ) -> None:
-        """Returns when all is copied. behind: of each device, the event that its copies come after."""
+    ) -> float:
+        """Returns when all is copied: the longest that a device took. behind: of each, what its copies come after."""
         copies = [copy for name, parts in sources.items() for copy in _copies(parts, plans[name].layout, lease, name)]
-        streams = []
+        spans = []
         try:
             for device, event in behind.items():
-                streams.append(stream := self._stream(device))
+                stream = self._stream(device)
                 stream.wait_event(event)
+                begin = stream.record_event(torch.cuda.Event(enable_timing=True))
+                spans.append((begin, end := torch.cuda.Event(enable_timing=True), stream))
                 with torch.cuda.stream(stream):
                     for target, source in copies:
                         if source.device == device:
                             target.copy_(source, non_blocking=True)
+                stream.record_event(end)
             for target, source in copies:
                 if not source.is_cuda:
                     target.copy_(source)
         finally:
-            for stream in streams:  # whatever happens: nothing is read or written any more
+            for _, _, stream in spans:  # whatever happens: nothing is read or written any more
                 stream.synchronize()
+        return max((begin.elapsed_time(end) / 1000 for begin, end, _ in spans), default=0.0)
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
         if device not in self._streams:

@@ -63,6 +63,7 @@ REFIT_DIGEST_OK: Final = "refit/digest_ok"
 # Checkpoints: names ending in _s are wall-clock seconds.
 CHECKPOINT_STALL_S: Final = "checkpoint/stall_s"
 CHECKPOINT_STAGE_S: Final = "checkpoint/stage_s"
+CHECKPOINT_COPY_S: Final = "checkpoint/copy_s"
 CHECKPOINT_WRITE_S: Final = "checkpoint/write_s"
 CHECKPOINT_READBACK_S: Final = "checkpoint/readback_s"
 CHECKPOINT_COMMIT_S: Final = "checkpoint/commit_s"
