@@ -160,6 +160,7 @@ def disk_ceiling(folder: Path, buffer: HostBuffer, nbytes: int) -> float:
     from concurrent.futures import ThreadPoolExecutor
 
     path = folder / "ceiling.bin"
+    path.unlink(missing_ok=True)
     image = buffer.view(nbytes)
     begin = time.perf_counter()
     file = ImageFile(path, image, nbytes, lambda _: None)
@@ -278,13 +279,13 @@ def whole_saves(training: Training, folder: Path, count: int, report: dict[str, 
     shutil.rmtree(folder / "whole")
 
 
-def memory_loop(gb: float, folder: Path, saves: bool) -> None:
+def memory_loop(gb: float, folder: Path, arm: str) -> None:
     """Prints the device's used bytes after each offload."""
     training = Training(gb * 1e9, 8)
-    saving = Saving(training, folder / "memory", "wait") if saves else None
+    saving = Saving(training, folder / "memory", "wait") if arm != "no checkpoints" else None
     used = []
-    for _ in range(6):
-        training.step(saving.save if saving else None)
+    for _ in range(5):
+        training.step(saving.save if saving and arm == "saves" else None)
         training.move(torch.device("cpu"))
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -300,19 +301,16 @@ def memory_loop(gb: float, folder: Path, saves: bool) -> None:
 
 
 def memory(gb: float, folder: Path, report: dict[str, Any]) -> None:
-    used = {}
-    for name in ("none", "saves"):
-        words = [sys.executable, __file__, "--folder", str(folder), "--gb", str(gb), "--memory-loop", name]
-        used[name] = json.loads(
-            subprocess.run(words, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
-        )
+    """The same loop three times: without checkpoints, with all prepared for saves that do not come, and with saves."""
+    used: dict[str, list[int]] = {}
+    for arm in ("no checkpoints", "no saves", "saves"):
+        words = [sys.executable, __file__, "--folder", str(folder), "--gb", str(gb), "--memory-loop", arm]
+        output = subprocess.run(words, check=True, capture_output=True, text=True).stdout
+        used[arm] = json.loads(output.splitlines()[-1])
     report["device_bytes_after_offload"] = used
-    more = [(with_saves - without) / 2**20 for with_saves, without in zip(used["saves"], used["none"], strict=True)]
-    print(
-        "device memory after each offload, with saves minus without, MiB:",
-        [round(value, 2) for value in more],
-        flush=True,
-    )
+    for arm in ("no checkpoints", "no saves"):
+        more = [(saves - without) / 2**20 for saves, without in zip(used["saves"], used[arm], strict=True)]
+        print(f"device memory after each offload, MiB more than with {arm}: {[round(x, 2) for x in more]}", flush=True)
 
 
 def main() -> None:
@@ -323,11 +321,11 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=40, help="sequences of 512 tokens a step (default: 40)")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--parts", default="interference,whole,memory,big")
-    parser.add_argument("--memory-loop", choices=["none", "saves"])
+    parser.add_argument("--memory-loop", choices=["no checkpoints", "no saves", "saves"])
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     if args.memory_loop:
-        memory_loop(args.gb, args.folder, args.memory_loop == "saves")
+        memory_loop(args.gb, args.folder, args.memory_loop)
         return
     report: dict[str, Any] = {
         "device": torch.cuda.get_device_name(),
