@@ -95,6 +95,7 @@ def run(root: Path, saves: int, kill_at: int, warm_up: int) -> dict[str, Any]:
     for step in range(1, saves + 1):
         if step == kill_at:
             manager.wait_committed(120)
+            manager.wait_pruned()
             killed = manager.writer_pid
             assert killed is not None
             os.kill(killed, signal.SIGSTOP)
@@ -108,6 +109,7 @@ def run(root: Path, saves: int, kill_at: int, warm_up: int) -> dict[str, Any]:
         manager.take_news()
         if step in at:
             manager.wait_committed(120)
+            manager.wait_pruned()
             pid = manager.writer_pid
             assert pid is not None
             folders = sorted(int(path.name[5:11]) for path in root.iterdir() if path.name.startswith("step_"))

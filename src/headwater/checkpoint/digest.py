@@ -114,7 +114,8 @@ def _kernel_on(device: torch.device) -> Callable[[Sequence[torch.Tensor]], torch
         from headwater.checkpoint.triton_digest import sum_blocks
 
         probe = torch.arange(11, dtype=torch.uint8)
-        if finish(*sum_blocks([probe.to(device)]).tolist(), probe.numel()) != digest(probe):
+        (total,) = sum_blocks([probe.to(device)]).tolist()
+        if finish(total, probe.numel()) != digest(probe):
             raise RuntimeError("its kernel computes another value")
         return sum_blocks
     except Exception as error:

@@ -3,36 +3,32 @@
 live tensors -> snapshot -> write -> compare digests -> commit -> prune
                 (staged)    (written)                   (committed)
 
-With `strategy: sync` all of it happens in `save`; with `native` (native.py) the first arrow alone.
+With `strategy: sync` (sync.py) all of it happens in `save`; with `native` (native.py) a part of the first arrow alone.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from headwater.checkpoint import preflight
-from headwater.checkpoint.catalog import Found, look_at, newest, pinned, save_folders, scan
+from headwater.checkpoint.catalog import Found, newest, scan
 from headwater.checkpoint.chunk import Chunk
-from headwater.checkpoint.commit import commit, committed, discard, new_folder, remove
+from headwater.checkpoint.commit import discard
 from headwater.checkpoint.fence import Fence
-from headwater.checkpoint.manifest import MANIFEST_NAME, ChunkEntry, FileEntry, Manifest, validate
-from headwater.checkpoint.native import NativeSaver, SaveOrder, SaveResult
-from headwater.checkpoint.readback import read_back
+from headwater.checkpoint.layout import PAGE
+from headwater.checkpoint.native import NativeSaver
+from headwater.checkpoint.pruner import Pruner
 from headwater.checkpoint.reader import TRAINER_NAME, Checkpoint
-from headwater.checkpoint.retention import Saved, keys_to_keep
-from headwater.checkpoint.small_files import TokenizerFiles, trainer_json, write_tokenizer
-from headwater.checkpoint.snapshot import StagedChunk, snapshot
-from headwater.checkpoint.write_request import difference_text
-from headwater.checkpoint.writer import PAGE, WrittenChunk, WrittenFile, sync_existing, write_bytes, write_chunks
+from headwater.checkpoint.save_order import SaveOrder, SaveResult
+from headwater.checkpoint.small_files import TokenizerFiles, trainer_json
+from headwater.checkpoint.sync import save_now
 from headwater.config.schema import CheckpointingConfig
 from headwater.errors import HeadwaterError, UserError
 
@@ -68,14 +64,13 @@ class CheckpointManager:
         self._config = config
         self._run_id = run_id
         self._model_identity = model_identity
-        self._metrics: dict[int, float] = {}
         self._previous: dict[tuple[str, str, tuple[int, ...]], int] = {}
-        self._readable: dict[str, tuple[object, Saved]] = {}
         self._lock = preflight.prepare(self.root)
         for found in scan(self.root):
             if not found.committed and not found.folder.is_symlink():
                 _log.warning("removing %s: its save never committed", found.folder)
                 discard(found.folder)
+        self._pruner = Pruner(self.root, config, background=config.strategy == "native")
         self._native = None
         if config.strategy == "native":
             self._native = NativeSaver(self.root, self._lock.fileno(), config.writer_silence_s, self._saved)
@@ -91,6 +86,7 @@ class CheckpointManager:
                 _log.error("%s", error)
             self._native.close()
             self._native = None
+        self._pruner.close()
         self._lock.close()
 
     def prepare(self, sizes: Mapping[str, int], pin: bool, tokenizer: Callable[[Path], object] | None) -> None:
@@ -126,6 +122,10 @@ class CheckpointManager:
         if self._native is not None:
             self._native.wait_committed(timeout)
         self.raise_error()
+
+    def wait_pruned(self) -> None:
+        """Return when what retention does not keep of the saves so far is removed."""
+        self._pruner.wait()
 
     def raise_error(self) -> None:
         """Raise the error of a save that failed in the background, once."""
@@ -170,7 +170,11 @@ class CheckpointManager:
 
     def require_space(self, tensor_bytes: int) -> None:
         """Raise UserError unless a checkpoint whose tensors take this many bytes fits on the disk now."""
-        preflight.require_free(self.root, tensor_bytes)
+        try:
+            preflight.require_free(self.root, tensor_bytes)
+        except UserError:
+            self._pruner.wait()  # what retention is removing may be what is missing
+            preflight.require_free(self.root, tensor_bytes)
 
     def _older(self, corrupt: Found) -> str:
         older = [found.folder for found in scan(self.root) if found.manifest and found.folder != corrupt.folder]
@@ -209,7 +213,7 @@ class CheckpointManager:
                 if not _COMPONENT.fullmatch(name) or name == "tokenizer":
                     raise ValueError(f"{name!r} cannot name a component")
             small_files = {TRAINER_NAME: trainer_json(trainer_state), "config.yaml": config_yaml.encode()}
-            preflight.require_free(self.root, _bytes_needed(chunks, small_files))
+            self.require_space(_bytes_needed(chunks, small_files))
             if self._native is not None:
                 small_files |= self._tokenizer_files.of(tokenizer)
             order = SaveOrder(
@@ -224,7 +228,9 @@ class CheckpointManager:
             )
             folder, saved = None, True
             if self._native is None:
-                folder = self._save_now(order, tokenizer)
+                result = save_now(self.root, order, tokenizer)
+                self._saved(result)
+                folder = result.folder
             else:
                 saved = self._native.save(order, fences, skip_when_busy=may_skip and self._config.when_busy == "skip")
         except HeadwaterError as error:
@@ -238,38 +244,6 @@ class CheckpointManager:
                 self._news.metrics["checkpoint/busy_wait_s"] = self._native.take_busy_s()
                 text = "staged step {}, writing" if saved else "skipped the save of step {}: the writer is busy"
                 self._news.notes.append(text.format(step))
-        return folder
-
-    def _save_now(self, order: SaveOrder, tokenizer: Callable[[Path], object] | None) -> Path:
-        started = time.perf_counter()
-        staged = {name: snapshot(parts) for name, parts in order.chunks.items()}
-        staged_at = time.perf_counter()
-        with self._attempt(order.step) as (folder, save_id):
-            entries, files = _write_components(folder, staged)
-            files += _write_small_files(folder, order.small_files, tokenizer)
-            written_at = time.perf_counter()
-            readback_s = read_back(folder, files, entries) if order.readback else 0.0
-            manifest = Manifest(
-                run_id=order.run_id,
-                save_id=save_id,
-                step=order.step,
-                weight_version=order.weight_version,
-                model_identity=order.model_identity,
-                saved_at_ns=order.saved_at_ns,
-                chunks=tuple(entries),
-                files=tuple(files),
-            )
-            validate(manifest, str(folder))
-            commit(folder, manifest)
-        measured = {
-            "stage_s": staged_at - started,
-            "write_s": written_at - staged_at,
-            "readback_s": readback_s,
-            "commit_s": time.perf_counter() - written_at - readback_s,
-            "bytes": float(sum(file.size for file in files)),
-        }
-        digests = {(entry.component, entry.name, entry.offset): entry.digest for entry in entries}
-        self._saved(SaveResult(order.step, folder, digests, measured))
         return folder
 
     def _saved(self, result: SaveResult) -> None:
@@ -287,44 +261,25 @@ class CheckpointManager:
             self._news.metrics["checkpoint/chunks_advanced"] = float(len(result.digests) - repeated)
             self._news.metrics["checkpoint/chunks_repeated"] = float(repeated)
             self._news.notes.append(f"committed {result.folder}")
-            self._prune()
+            self._pruner.prune()
 
     def _report(self, error: HeadwaterError) -> None:
         with self._changing:
             self._news.notes.append(f"not saved, training goes on: {error}")
         _log.warning("%s", error)
 
-    @contextmanager
-    def _attempt(self, step: int) -> Iterator[tuple[Path, str]]:
-        """A new folder and its save id; the folder is removed again if the save ends before its commit point."""
-        folder = None
-        try:
-            folder, save_id = new_folder(self.root, step)
-            yield folder, save_id
-        except BaseException as error:
-            if folder is not None and not committed(folder):
-                discard(folder)
-            if isinstance(error, OSError):
-                raise UserError(f"saving step {step} to {self.root} failed: {preflight.explain(error)}") from error
-            raise
-
     @property
     def metric_history(self) -> dict[str, float]:
         """The value of `metric_name` at each step, as JSON wants it; save it in `trainer_state`."""
-        return {str(step): value for step, value in sorted(self._metrics.items())}
+        return self._pruner.metric_history
 
     def restore_metric_history(self, history: Mapping[str, float]) -> None:
         """Take over what an earlier process of this run recorded."""
-        self._metrics = {int(step): float(value) for step, value in history.items()}
+        self._pruner.restore_metric_history(history)
 
     def record_metric(self, step: int, value: float) -> None:
         """Note how good a step is, then prune. A value that is not finite ranks no checkpoint and is not kept."""
-        with self._changing:
-            if math.isfinite(value):
-                self._metrics[step] = float(value)
-            else:
-                self._metrics.pop(step, None)
-            self._prune()
+        self._pruner.record_metric(step, value)
 
     def _next_time(self) -> int:
         """Now, but later than every checkpoint here, also when the clock was set back."""
@@ -335,33 +290,6 @@ class CheckpointManager:
         self._last_time = max(time.time_ns(), self._last_time + 1)
         return self._last_time
 
-    def _prune(self) -> None:
-        """Remove what retention does not keep; a folder with an unreadable manifest is neither counted nor removed."""
-        saved = list(filter(None, map(self._saved_in, save_folders(self.root))))
-        config = self._config
-        keep = keys_to_keep(saved, config.keep_latest_k, config.keep_top_k, self._metrics, config.higher_is_better)
-        for name in {item.key for item in saved} - keep:
-            try:
-                remove(self.root / name)
-            except OSError as error:
-                _log.warning("could not prune %s: %s", self.root / name, error)
-
-    def _saved_in(self, folder: Path) -> Saved | None:
-        """A committed, readable checkpoint; its manifest is read again only where the file was touched."""
-        try:
-            status = (folder / MANIFEST_NAME).stat()
-        except OSError:
-            return None
-        version = (status.st_ino, status.st_size, status.st_mtime_ns)
-        known, saved = self._readable.get(folder.name, (None, None))
-        if known != version or saved is None:
-            found = look_at(folder)
-            if found.manifest is None:
-                return None
-            saved = Saved(folder.name, found.step, found.manifest.saved_at_ns)
-            self._readable[folder.name] = (version, saved)
-        return replace(saved, pinned=pinned(folder))
-
 
 def _bytes_needed(chunks: Mapping[str, Sequence[Chunk]], small_files: Mapping[str, bytes]) -> int:
     per_chunk = (
@@ -370,56 +298,3 @@ def _bytes_needed(chunks: Mapping[str, Sequence[Chunk]], small_files: Mapping[st
         for chunk in parts
     )
     return sum(per_chunk) + sum(map(len, small_files.values())) + PAGE * (len(chunks) + len(small_files) + 1)
-
-
-def _write_components(
-    folder: Path, staged: Mapping[str, Sequence[StagedChunk]]
-) -> tuple[list[ChunkEntry], list[FileEntry]]:
-    entries: list[ChunkEntry] = []
-    files: list[FileEntry] = []
-    differing: list[str] = []
-    for component, chunks in staged.items():
-        (folder / component).mkdir()
-        path = f"{component}/rank-00000.safetensors"
-        file, written = write_chunks(folder / path, chunks)
-        files.append(_file_entry(path, file))
-        entries += [_chunk_entry(component, path, chunk) for chunk in written]
-        differing += [
-            f"{component} {chunk.staged.name}" for chunk in written if chunk.digest != chunk.staged.live_digest
-        ]
-    if differing:
-        raise HeadwaterError(difference_text(folder, differing))
-    return entries, files
-
-
-def _write_small_files(
-    folder: Path, contents: Mapping[str, bytes], tokenizer: Callable[[Path], object] | None
-) -> list[FileEntry]:
-    files = [_file_entry(path, write_bytes(folder / path, data)) for path, data in contents.items()]
-    if tokenizer is not None:
-        target = folder / "tokenizer"
-        target.mkdir()
-        write_tokenizer(tokenizer, target)
-        for path in sorted(item for item in target.rglob("*") if item.is_file()):
-            files.append(_file_entry(path.relative_to(folder).as_posix(), sync_existing(path)))
-    return files
-
-
-def _file_entry(path: str, file: WrittenFile) -> FileEntry:
-    return FileEntry(path, file.size, file.checksum)
-
-
-def _chunk_entry(component: str, path: str, chunk: WrittenChunk) -> ChunkEntry:
-    staged = chunk.staged
-    return ChunkEntry(
-        component=component,
-        name=staged.name,
-        global_shape=staged.global_shape,
-        offset=staged.offset,
-        shape=staged.shape,
-        dtype=staged.dtype,
-        file=path,
-        begin=chunk.begin,
-        end=chunk.end,
-        digest=staged.live_digest,
-    )

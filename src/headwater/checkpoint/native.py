@@ -9,55 +9,23 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from headwater.checkpoint.byte_digest import warm_up
-from headwater.checkpoint.chunk import Chunk
 from headwater.checkpoint.digest import warm_up_device
 from headwater.checkpoint.fence import Fence
 from headwater.checkpoint.host_buffer import BufferPool, Lease, shared_file
+from headwater.checkpoint.save_order import SaveOrder, SaveResult
 from headwater.checkpoint.staging import ComponentPlan, Planner, Stager, Staging
 from headwater.checkpoint.supervisor import Job, Supervisor
 from headwater.checkpoint.write_request import WriteRequest
 from headwater.errors import HeadwaterError
 
 _BUSY_TIMEOUT_S = 3600.0
-
-
-@dataclass(frozen=True)
-class SaveOrder:
-    """What to save. chunks: of each component. small_files: path in the folder and content.
-
-    readback: whether to read it from the disk again before the commit.
-    """
-
-    step: int
-    chunks: Mapping[str, Sequence[Chunk]]
-    small_files: dict[str, bytes]
-    run_id: str
-    weight_version: int
-    model_identity: str
-    saved_at_ns: int
-    readback: bool
-
-
-@dataclass
-class SaveResult:
-    """How a save ended.
-
-    digests: live ones, by component, name and offset of the chunk. measured: seconds and bytes, by metric name
-    without its group. error: None if committed.
-    """
-
-    step: int
-    folder: Path | None = None
-    digests: dict[tuple[str, str, tuple[int, ...]], int] = field(default_factory=dict)
-    measured: dict[str, float] = field(default_factory=dict)
-    error: HeadwaterError | None = None
 
 
 class NativeSaver:

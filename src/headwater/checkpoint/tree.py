@@ -80,7 +80,8 @@ def _check_tensor(value: torch.Tensor, path: tuple[str, ...]) -> None:
 
 
 def _unused_name(wanted: str, taken: Mapping[str, torch.Tensor]) -> str:
-    wanted = "".join(char if char.isprintable() else "_" for char in wanted)
+    if not wanted.isprintable():
+        wanted = "".join(char if char.isprintable() else "_" for char in wanted)
     name, count = wanted, 1
     while name in taken:  # a key may hold the dot that joins a path
         count += 1

@@ -14,6 +14,8 @@ import torch
 
 from headwater.checkpoint import manager as manager_module
 from headwater.checkpoint import preflight
+from headwater.checkpoint import pruner as pruner_module
+from headwater.checkpoint import sync as sync_module
 from headwater.checkpoint.chunk import Chunk
 from headwater.checkpoint.commit import committed
 from headwater.checkpoint.manager import CheckpointManager
@@ -102,7 +104,7 @@ def test_bytes_that_are_not_the_live_ones_fail_the_save_and_keep_the_previous(
 ):
     manager = make_manager()
     first = save(1, manager)
-    monkeypatch.setattr(manager_module, "snapshot", corrupting(1))
+    monkeypatch.setattr(sync_module, "snapshot", corrupting(1))
     with pytest.raises(
         HeadwaterError, match=r"does not hold what the live tensors held.*policy layer\.weight$"
     ) as caught:
@@ -119,14 +121,14 @@ def test_many_differing_chunks_are_counted(make_manager: MakeManager, monkeypatc
             item.data[0] ^= 1
         return staged
 
-    monkeypatch.setattr(manager_module, "snapshot", run)
+    monkeypatch.setattr(sync_module, "snapshot", run)
     many = [Chunk.whole(f"w{index}", torch.ones(1)) for index in range(8)]
     with pytest.raises(HeadwaterError, match=r"policy w0, .*policy w4 and 3 more"):
         make_manager().save(1, {"policy": many}, {}, "", None, 1)
 
 
 CODES = [errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT, errno.EFBIG]
-PLACES = ["writer.os.fsync", "commit.os.rename", "commit.os.fsync", "manager.new_folder", "manager.write_bytes"]
+PLACES = ["writer.os.fsync", "commit.os.rename", "commit.os.fsync", "sync.new_folder", "sync.write_bytes"]
 
 
 @pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
@@ -185,14 +187,14 @@ def test_interrupt_and_failing_tokenizer_leave_no_folder(
 def test_interrupt_after_the_commit_keeps_the_checkpoint(
     make_manager: MakeManager, save: Save, monkeypatch: pytest.MonkeyPatch
 ):
-    real = manager_module.commit
+    real = sync_module.commit
 
     def commit_then_interrupt(*args: Any) -> None:
         real(*args)
         raise KeyboardInterrupt
 
     manager = make_manager()
-    monkeypatch.setattr(manager_module, "commit", commit_then_interrupt)
+    monkeypatch.setattr(sync_module, "commit", commit_then_interrupt)
     with pytest.raises(KeyboardInterrupt):
         save(5, manager)
     latest = manager.latest()
@@ -214,7 +216,7 @@ def test_too_little_free_space_is_told_before_anything_is_staged(
 ):
     manager = make_manager()
     monkeypatch.setattr(preflight, "free_bytes", lambda folder: 1500)
-    monkeypatch.setattr(manager_module, "snapshot", lambda chunks: pytest.fail("staged"))
+    monkeypatch.setattr(sync_module, "snapshot", lambda chunks: pytest.fail("staged"))
     with pytest.raises(
         UserError, match=r"needs \d+\.\d kB, 1\.5 kB is free: free space there, or lower .*keep_latest_k"
     ):
@@ -394,14 +396,14 @@ def test_previous_is_pruned_only_after_the_commit(
     manager = make_manager(keep_latest_k=1)
     first = save(1, manager)
     seen: list[bool] = []
-    real = manager_module.commit
+    real = sync_module.commit
 
     def watched(*args: Any) -> None:
         seen.append(committed(first))
         real(*args)
         seen.append(committed(first))
 
-    monkeypatch.setattr(manager_module, "commit", watched)
+    monkeypatch.setattr(sync_module, "commit", watched)
     save(2, manager)
     assert seen == [True, True]
     assert steps(root) == [2]
@@ -412,7 +414,7 @@ def test_failed_pruning_is_a_warning_and_the_save_holds(
 ):
     manager = make_manager(keep_latest_k=1)
     save(1, manager)
-    monkeypatch.setattr(manager_module, "remove", fail_with(errno.EIO))
+    monkeypatch.setattr(pruner_module, "remove", fail_with(errno.EIO))
     assert committed(save(2, manager))
     assert "could not prune" in caplog.text
 

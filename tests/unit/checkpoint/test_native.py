@@ -395,6 +395,7 @@ def test_descriptors_and_threads_stay_flat(make: MakeManager, tensors: Tensors):
         save(manager, step, tensors)
         if step in (5, 30):
             manager.wait_committed(60)
+            manager.wait_pruned()
             pid = manager.writer_pid
             fds = [len(os.listdir(f"/proc/{number}/fd")) for number in (os.getpid(), pid)]
             counts.append((*fds, threading.active_count()))
