@@ -79,7 +79,7 @@ def run_ckpt(args: argparse.Namespace) -> int:
     from headwater.bench.ckpt import Options, compare
     from headwater.bench.ckpt_table import table
 
-    console = Console()
+    console = Console(width=max(Console().width, 150))  # lines that wrap are better than figures cut off
     options = Options(
         size=args.size_gb * 1e9,
         rounds=args.rounds,

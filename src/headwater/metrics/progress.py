@@ -25,7 +25,12 @@ def _number(value: float) -> str:
     return f"{value:.2e}" if 0 < abs(value) < 0.001 or 1e6 <= abs(value) < float("inf") else f"{value:.3f}"
 
 
-# What is shown of a step, in this order; what a step lacks is left out.
+def _lost(what: str) -> Callable[[float], str]:
+    """Time that training waited for; nothing where nobody would notice it."""
+    return lambda seconds: f"{what} {seconds:.1f}s" if seconds >= 0.05 else ""
+
+
+# What is shown of a step, in this order; what a step lacks, or has nothing to say of, is left out.
 _SHOWN: list[tuple[str, Callable[[float], str]]] = [
     (names.TRAIN_REWARD, lambda v: f"reward {v:.2f}"),
     (names.VALIDATION_ACCURACY, lambda v: f"accuracy {v:.2f}"),
@@ -33,6 +38,9 @@ _SHOWN: list[tuple[str, Callable[[float], str]]] = [
     (names.TRAIN_TOKEN_MULT_PROB_ERROR, lambda v: f"mismatch {_number(v)}"),
     (names.TIMING_GENERATION, lambda v: f"gen {v:.1f}s"),
     (names.TIMING_POLICY_TRAINING, lambda v: f"train {v:.1f}s"),
+    (names.CHECKPOINT_STALL_S, _lost("save")),
+    (names.CHECKPOINT_BUSY_WAIT_S, _lost("writer busy")),
+    (names.CHECKPOINT_FENCE_WAIT_S, _lost("fence")),
     (names.TIMING_TOTAL_STEP_TIME, lambda v: f"{v:.1f} s/step"),
 ]
 
@@ -134,7 +142,7 @@ class Progress:
 
 
 def _describe(metrics: Mapping[str, float]) -> list[str]:
-    return [show(metrics[tag]) for tag, show in _SHOWN if tag in metrics]
+    return [text for tag, show in _SHOWN if tag in metrics and (text := show(metrics[tag]))]
 
 
 def _duration(seconds: float) -> str:

@@ -53,6 +53,15 @@ def test_missing_metrics_are_left_out(clock):
     assert out.getvalue() == "step 0/2  accuracy 0.30\nstep 2/2\n"
 
 
+def test_time_lost_to_saves_is_shown_where_there_is_any(clock):
+    out, progress = plain(9, 1, clock)
+    lost = {"checkpoint/stall_s": 2.31, "checkpoint/busy_wait_s": 2.3, "checkpoint/fence_wait_s": 0.4}
+    progress.step(1, lost)
+    progress.step(2, dict.fromkeys(lost, 0.01))
+    assert "save 2.3s  writer busy 2.3s  fence 0.4s" in out.getvalue().splitlines()[0]
+    assert "0.0s" not in out.getvalue().splitlines()[1]
+
+
 @pytest.mark.parametrize(
     ("loss", "text"),
     [(float("nan"), "nan"), (float("inf"), "inf"), (-4.2e-5, "-4.20e-05"), (0.0, "0.000"), (3e7, "3.00e+07")],
