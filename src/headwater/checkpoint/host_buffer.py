@@ -181,6 +181,12 @@ class BufferPool:
                 _log.warning("staging memory could not be prepared ahead of the first save: %s", error)
             self._give_back(buffers)
 
+    @property
+    def has_free(self) -> bool:
+        """Whether `acquire` would find a set now."""
+        with self._changed:
+            return bool(self._free)
+
     def acquire(self, sizes: Mapping[str, int], pin: bool, timeout: float) -> Lease | None:
         """Lease a set with at least these bytes in each named buffer; None if none is free within `timeout` seconds.
 

@@ -29,6 +29,7 @@ from headwater.checkpoint.reader import TRAINER_NAME, Checkpoint
 from headwater.checkpoint.save_order import SaveOrder, SaveResult
 from headwater.checkpoint.small_files import TokenizerFiles, trainer_json
 from headwater.checkpoint.sync import save_now
+from headwater.checkpoint.watch import Watch
 from headwater.config.schema import CheckpointingConfig
 from headwater.errors import HeadwaterError, UserError
 
@@ -102,6 +103,11 @@ class CheckpointManager:
     def pending(self) -> int:
         """Saves that are neither committed nor failed."""
         return self._native.pending if self._native is not None else 0
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a save would not have to wait for one before it."""
+        return self._native is None or self._native.has_room
 
     @property
     def writer_pid(self) -> int | None:
@@ -192,12 +198,14 @@ class CheckpointManager:
         weight_version: int,
         fences: Iterable[Fence] = (),
         may_skip: bool = True,
+        watch: Watch | None = None,
     ) -> Path | None:
         """Save, prove, commit and prune; with `native`, return as soon as training may go on.
 
         components: chunks of each component, such as {"policy": [...]}. trainer_state: JSON values, without NaN.
         tokenizer: called with a folder to write the tokenizer's files into; with `native`, once.
         fences: of the engines that the chunks belong to. may_skip: whether `when_busy: skip` holds for this save.
+        watch: made of the chunks' tensors when they held what is to be saved, where that was before this call.
         Returns the new checkpoint's folder if it is committed already, which it is with `sync` unless the save failed
         and `on_save_error` is continue; `take_news` tells of what comes later.
         Raises UserError when the file system refuses, HeadwaterError when what was written is not what the live
@@ -225,6 +233,7 @@ class CheckpointManager:
                 model_identity=self._model_identity,
                 saved_at_ns=self._next_time(),
                 readback=self._config.verify == "readback",
+                watch=watch,
             )
             folder, saved = None, True
             if self._native is None:

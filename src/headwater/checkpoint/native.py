@@ -62,6 +62,11 @@ class NativeSaver:
     def writer_pid(self) -> int | None:
         return self._supervisor.writer_pid
 
+    @property
+    def has_room(self) -> bool:
+        """Whether a save would find a buffer now."""
+        return self._pool.has_free
+
     def take_busy_s(self) -> float:
         """Seconds that saves waited for a buffer since the last call of this."""
         busy, self._busy_s = self._busy_s, 0.0
@@ -90,7 +95,7 @@ class NativeSaver:
             self.skipped += 1
             return False
         save = secrets.token_hex(16)
-        rest = replace(order, chunks={})  # what outlives staging holds no tensor
+        rest = replace(order, chunks={}, watch=None)  # what outlives staging holds no tensor
         with self._changed:
             self._pending[save] = order.step
         try:
@@ -100,6 +105,7 @@ class NativeSaver:
                 plans,
                 lease,
                 lambda staging: self._staged(save, rest, plans, lease, staging),
+                order.watch,
             )
         except BaseException:
             lease.release()

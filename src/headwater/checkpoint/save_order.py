@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from headwater.checkpoint.chunk import Chunk
+from headwater.checkpoint.watch import Watch
 from headwater.errors import HeadwaterError
 
 
@@ -14,7 +15,8 @@ from headwater.errors import HeadwaterError
 class SaveOrder:
     """What to save. chunks: of each component. small_files: path in the folder and content.
 
-    readback: whether to read it from the disk again before the commit.
+    readback: whether to read it from the disk again before the commit. watch: made when the tensors held what is to
+    be saved, where that was earlier.
     """
 
     step: int
@@ -25,6 +27,7 @@ class SaveOrder:
     model_identity: str
     saved_at_ns: int
     readback: bool
+    watch: Watch | None = None
 
 
 @dataclass

@@ -28,6 +28,7 @@ from headwater.checkpoint.host_buffer import Lease
 from headwater.checkpoint.layout import PAGE, Box, FileLayout, lay_out
 from headwater.checkpoint.manifest import ChunkEntry
 from headwater.checkpoint.snapshot import check_boxes, check_storage
+from headwater.checkpoint.watch import Watch
 from headwater.checkpoint.write_request import encode_structure, listed
 from headwater.errors import HeadwaterError
 
@@ -165,31 +166,35 @@ class Stager:
         plans: Mapping[str, ComponentPlan],
         lease: Lease,
         then: Callable[[Staging], None],
+        watch: Watch | None = None,
     ) -> Staging:
         """Begin, go on in the background, and call `then` from there, whether staging failed or not.
 
-        plans: of the very chunks given, by component; `lease` has a buffer for each.
+        plans: of the very chunks given, by component; `lease` has a buffer for each. watch: made of their tensors
+        earlier, where this is not the moment whose values are to be saved.
         """
         staging = Staging(label)
         sources = {name: [_source(chunk) for chunk in parts] for name, parts in chunks.items()}
-        watch = _Watch(chunks)
+        seen = watch or Watch(c.tensor for parts in chunks.values() for c in parts if not c.changes_in_forward)
         live = _LiveDigests(
             [_digested(*pair) for name in chunks for pair in zip(chunks[name], sources[name], strict=True)]
         )
         behind = _current_events(source for parts in sources.values() for source in parts)
 
         def stage_in_background() -> None:
+            nonlocal chunks
             try:
                 live.compute_on_host()
                 staging.copy_seconds = self._copy(sources, plans, lease, behind)
                 values = live.values(self._stream)
-                watch.require_unchanged(label)
+                _require_unchanged(seen, chunks, label)
                 for name, plan in plans.items():
                     staging.digests[name], values = values[: len(plan.keys)], values[len(plan.keys) :]
                 lease.seal()
             except Exception as problem:
                 staging.error = problem.with_traceback(None)  # whose frames hold tensors
-            for held in (sources, watch, live):  # memory that is given up behind the fence must really be free
+            chunks = {}
+            for held in (sources, seen, live):  # memory that is given up behind the fence must really be free
                 held.clear()
             staging._finish()
             then(staging)
@@ -261,34 +266,14 @@ def _copies(sources: Sequence[torch.Tensor], layout: FileLayout, lease: Lease, n
             yield whole[begin:end].view(source.dtype).view(source.shape), source
 
 
-class _Watch:
-    """Sees a live tensor being written in place, moved or resized, unless it is done behind torch's back."""
-
-    def __init__(self, chunks: Mapping[str, Sequence[Chunk]]) -> None:
-        self._before = [
-            (name, chunk, _version(chunk.tensor))
-            for name, parts in chunks.items()
-            for chunk in parts
-            if not chunk.changes_in_forward
-        ]
-
-    def require_unchanged(self, label: str) -> None:
-        """Raises HeadwaterError naming the tensors that are not what they were when this was made."""
-        changed = [f"{name} {chunk.name}" for name, chunk, before in self._before if _version(chunk.tensor) != before]
-        if changed:
-            raise HeadwaterError(
-                f"{listed(changed)} changed while {label} was still being copied: "
-                "whoever writes, frees or moves a tensor has to wait at the fence (wait_staged) first"
-            )
-
-    def clear(self) -> None:
-        """Let go of the tensors."""
-        self._before = []
-
-
-def _version(tensor: torch.Tensor) -> tuple[int, int, int]:
-    written = 0 if tensor.is_inference() else tensor._version
-    return written, tensor.data_ptr(), tensor.untyped_storage().nbytes()
+def _require_unchanged(watch: Watch, chunks: Mapping[str, Sequence[Chunk]], label: str) -> None:
+    changed = {id(tensor) for tensor in watch.changed()}
+    names = [f"{name} {chunk.name}" for name, parts in chunks.items() for chunk in parts if id(chunk.tensor) in changed]
+    if changed:
+        raise HeadwaterError(
+            f"{listed(names)} changed while {label} was still being copied: "
+            "whoever writes, frees or moves a tensor has to wait at the fence (wait_staged) first"
+        )
 
 
 def _digested(chunk: Chunk, source: torch.Tensor) -> torch.Tensor:

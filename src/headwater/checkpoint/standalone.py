@@ -3,22 +3,40 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
+from headwater.checkpoint.background import Background, Job
 from headwater.checkpoint.catalog import scan
 from headwater.checkpoint.chunk import Chunk
 from headwater.checkpoint.fence import Fence
 from headwater.checkpoint.manager import CheckpointManager
 from headwater.checkpoint.reader import Checkpoint
-from headwater.checkpoint.tree import flatten, unflatten
+from headwater.checkpoint.tree import flatten, freeze, unflatten
+from headwater.checkpoint.watch import Watch
 from headwater.config.schema import CheckpointingConfig
 from headwater.errors import UserError
 
+_log = logging.getLogger(__name__)
 _COMPONENT = "state"
 _IDENTITY = "state_dict"
+
+
+class _Saving:
+    """A save that the manager may not have yet. Waits until its tensors are read, whether that failed or not."""
+
+    def __init__(self, job: Job, staged: Fence) -> None:
+        self._job = job
+        self._staged = staged
+
+    def wait(self, timeout: float) -> None:
+        self._job.wait(timeout)
+        self._staged.wait()
 
 
 class AsyncCheckpointer:
@@ -54,6 +72,9 @@ class AsyncCheckpointer:
         )
         self._fence = Fence()
         self._manager = CheckpointManager(config, uuid.uuid4().hex, _IDENTITY)
+        self._background = Background("headwater-save")
+        self._job: Job | None = None
+        self._structure: list[object] | None = None
         atexit.register(self.close)
 
     @property
@@ -63,6 +84,7 @@ class AsyncCheckpointer:
     @property
     def pending(self) -> int:
         """Saves that are neither committed nor failed."""
+        self._finish_job()
         return self._manager.pending
 
     def save(self, step: int, state_dict: Mapping[str, Any]) -> None:
@@ -72,9 +94,38 @@ class AsyncCheckpointer:
         `wait_staged` returns the tensors must not be written, freed or moved; where they are, the save is refused.
         Raises UserError for what cannot be saved, and the error of an earlier save that failed.
         """
-        tensors, tree = flatten(state_dict)
+        self._raise_error()
+        frozen = freeze(state_dict)
+        # A first save shows what cannot be saved; where it is of a GPU, each one is asked for in the caller's stream.
+        if frozen is None or frozen.structure != self._structure or not self._manager.has_room:
+            self._save(step, state_dict, self._fence, None)
+            on_host = frozen is not None and not any(tensor.is_cuda for tensor in frozen.tensors)
+            self._structure = frozen.structure if frozen is not None and on_host else None
+            return
+        watch, staged = Watch(frozen.tensors), Fence()
+        self._job = Job(f"preparing the save of step {step}", lambda: self._save(step, frozen.state, staged, watch))
+        self._fence.register(_Saving(self._job, staged))
+        self._background.submit(self._job)
+
+    def _save(self, step: int, state: Any, fence: Fence, watch: Watch | None) -> None:
+        tensors, tree = flatten(state)
+        if watch is not None:
+            for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+                torch.cuda.synchronize(device)  # moved there since the last save: behind what the caller asked for
         chunks = [Chunk.whole(name, tensor) for name, tensor in tensors.items()]
-        self._manager.save(step, {_COMPONENT: chunks}, {"step": step, "tree": tree}, "", None, step, [self._fence])
+        trainer = {"step": step, "tree": tree}
+        self._manager.save(step, {_COMPONENT: chunks}, trainer, "", None, step, [fence], watch=watch)
+
+    def _finish_job(self, timeout: float = 3600.0) -> None:
+        """Return when the manager has all saves; it may have to wait for a buffer."""
+        if self._job is not None:
+            self._job.wait(timeout)
+
+    def _raise_error(self) -> None:
+        self._finish_job()
+        job, self._job = self._job, None
+        if job is not None and job.error is not None:
+            raise job.error
 
     def wait_staged(self) -> None:
         """Return when the tensors may change again; waits for memory only, never for the disk."""
@@ -82,6 +133,7 @@ class AsyncCheckpointer:
 
     def wait_committed(self, timeout: float = 3600.0) -> None:
         """Return when all saves are checkpoints on disk. Raises the error of one that is not."""
+        self._raise_error()
         self._manager.wait_committed(timeout)
 
     def steps(self) -> list[int]:
@@ -96,6 +148,7 @@ class AsyncCheckpointer:
         Raises UserError where there is no such checkpoint or the tensors are others, CorruptCheckpointError for one
         that does not hold.
         """
+        self._finish_job()
         checkpoint = self._checkpoint(step)
         reader = checkpoint.component(_COMPONENT) if _COMPONENT in checkpoint.components() else None
         tree = checkpoint.trainer_state()["tree"]
@@ -125,6 +178,10 @@ class AsyncCheckpointer:
     def close(self) -> None:
         """Wait for what is being written and end the background process; safe to call twice."""
         atexit.unregister(self.close)
+        self._background.close()
+        if self._job is not None and self._job.error is not None:
+            _log.error("%s", self._job.error)
+            self._job = None
         self._manager.close()
 
     def __enter__(self) -> AsyncCheckpointer:

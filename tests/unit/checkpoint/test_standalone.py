@@ -3,17 +3,22 @@
 import math
 import subprocess
 import sys
+import threading
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from headwater import AsyncCheckpointer
+from headwater.checkpoint import preflight
+from headwater.checkpoint.background import Job
 from headwater.checkpoint.manifest import CorruptCheckpointError
-from headwater.checkpoint.tree import flatten, unflatten
-from headwater.errors import UserError
+from headwater.checkpoint.tree import flatten, freeze, unflatten
+from headwater.errors import HeadwaterError, UserError
 
 
 @pytest.fixture
@@ -137,3 +142,142 @@ def test_an_unguarded_script_commits_before_it_ends_and_another_continues(root: 
         with AsyncCheckpointer(root) as checkpointer:
             assert checkpointer.load()["step"] == last
             assert torch.equal(checkpointer.load()["weight"], torch.full((100_000,), 3.0))
+
+
+def nested(value: float) -> dict[str, Any]:
+    tensors = {name: torch.full((4, 3), float(value + index)) for index, name in enumerate("abc")}
+    return {
+        "model": OrderedDict(tensors),
+        "lists": [torch.ones(2) * value, (1, 2.5, None)],
+        "step": int(value),
+        "n": {},
+    }
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """The background thread of each save waits until the event is set."""
+    go = threading.Event()
+    real = Job.run
+    monkeypatch.setattr(Job, "run", lambda job: (go.wait(60), real(job))[1])
+    return go
+
+
+def test_what_is_saved_are_the_values_of_the_call_whatever_becomes_of_the_dicts(
+    checkpointer: AsyncCheckpointer, held: threading.Event
+):
+    checkpointer.save(1, nested(1))
+    state = nested(2)
+    checkpointer.save(2, state)
+    assert checkpointer.steps() in ([], [1])
+    state["model"]["a"] = torch.zeros(9)
+    state["lists"].clear()
+    state["step"] = 77
+    del state["model"]["b"]
+    held.set()
+    checkpointer.wait_staged()
+    checkpointer.wait_committed()
+    assert_same(checkpointer.load(step=1), nested(1))
+    assert_same(checkpointer.load(step=2), nested(2))
+
+
+def test_a_tensor_that_changes_before_the_background_comes_to_it_is_refused(
+    checkpointer: AsyncCheckpointer, held: threading.Event
+):
+    checkpointer.save(1, nested(1))
+    state = nested(2)
+    checkpointer.save(2, state)
+    state["model"]["b"].add_(1)
+    held.set()
+    with pytest.raises(HeadwaterError, match=r"state model\.b changed while step 2 was still being copied"):
+        checkpointer.wait_committed()
+    assert checkpointer.steps() == [1]
+
+
+@pytest.mark.parametrize("change", ["moved", "replaced_in_place"])
+def test_a_tensor_that_moves_before_the_background_comes_to_it_is_refused(
+    change: str, checkpointer: AsyncCheckpointer, held: threading.Event
+):
+    checkpointer.save(1, nested(1))
+    state = nested(2)
+    checkpointer.save(2, state)
+    if change == "moved":
+        state["model"]["b"].data = torch.zeros(4, 3)
+    else:
+        state["model"]["b"].set_(torch.zeros(4, 3))
+    held.set()
+    with pytest.raises(HeadwaterError, match=r"state model\.b changed while step 2"):
+        checkpointer.wait_committed()
+
+
+def test_the_fence_waits_for_a_save_that_only_begins(checkpointer: AsyncCheckpointer, held: threading.Event):
+    checkpointer.save(1, nested(1))
+    checkpointer.wait_staged()
+    state = nested(2)
+    checkpointer.save(2, state)
+    threading.Timer(0.2, held.set).start()
+    checkpointer.wait_staged()
+    assert held.is_set()
+    storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in state["model"].values()]
+    for tensor in state["model"].values():
+        tensor.add_(1)
+    state.clear()
+    del tensor
+    assert all(storage.expired() for storage in storages), "memory that is given up behind the fence is free"
+    checkpointer.wait_committed()
+    assert_same(checkpointer.load(), nested(2))
+
+
+def test_what_fails_in_the_background_is_raised_once_by_a_later_call(
+    checkpointer: AsyncCheckpointer, monkeypatch: pytest.MonkeyPatch
+):
+    checkpointer.save(1, nested(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(preflight, "free_bytes", lambda root: 10)
+        checkpointer.save(2, nested(2))
+        checkpointer.wait_staged()
+        with pytest.raises(UserError, match=r"needs .*, 10 B is free"):
+            checkpointer.save(3, nested(3))
+    checkpointer.save(4, nested(4))
+    checkpointer.wait_committed()
+    assert_same(checkpointer.load(), nested(4))
+    assert checkpointer.steps() == [1, 4]
+
+
+def test_what_a_later_state_dict_holds_for_the_first_time_is_refused_by_the_call(checkpointer: AsyncCheckpointer):
+    checkpointer.save(1, nested(1))
+    with pytest.raises(UserError, match=r"state_dict entry model\.a is a set"):
+        checkpointer.save(2, nested(2) | {"model": {"a": {1, 2}}})
+    checkpointer.save(3, nested(3))
+    checkpointer.wait_committed()
+    assert_same(checkpointer.load(), nested(3))
+
+
+def test_tensors_of_inference_mode_are_saved(checkpointer: AsyncCheckpointer):
+    with torch.inference_mode():
+        states = [nested(1), nested(2)]
+    for step, state in enumerate(states, 1):
+        checkpointer.save(step, state)
+    checkpointer.wait_committed()
+    assert_same(checkpointer.load(step=2), nested(2))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"a": 1, "b": {"c": 1}}, {"a": {"c": 1}, "b": 1}),
+        ({"a": [1, 2]}, {"a": (1, 2)}),
+        ({"a": [[1], 2]}, {"a": [1, [2]]}),
+        ({"a": {}, "b": []}, {"a": [], "b": {}}),
+        ({"a": 1}, {"a": 1.0}),
+        ({"a": [1], "b": [2, 3]}, {"a": [1, 2], "b": [3]}),
+        ({"a": {"b": 1}}, {"a": {"c": 1}}),
+    ],
+)
+def test_other_structures_are_told_apart(first: Any, second: Any):
+    one, other = freeze(first), freeze(second)
+    assert one is not None
+    assert other is not None
+    assert one.structure != other.structure
+    assert one.structure == freeze(first).structure  # pyright: ignore[reportOptionalMemberAccess]
+    assert one.state == first
