@@ -54,4 +54,3 @@ class Background:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             job.run()
-            job = None  # while this waits for the next one, it must not keep anything alive

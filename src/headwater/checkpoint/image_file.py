@@ -54,7 +54,7 @@ class ImageFile:
             os.fsync(self._buffered)
 
     def _write_direct(self, begin: int, end: int) -> int:
-        """Returns up to where it came: to the end, or nowhere on a file system that takes no such write."""
+        """Returns up to where it came: not to the end where the file system takes no such write."""
         while begin < end and self._direct >= 0:
             try:
                 count = os.pwrite(self._direct, self._image[begin:end].data, begin)
@@ -64,8 +64,6 @@ class ImageFile:
                 return begin
             self._wrote(count)
             begin += count
-            if count % PAGE:  # a short write that cannot be continued in whole pages
-                return begin
         return begin
 
     def close(self) -> None:

@@ -239,7 +239,6 @@ class Stager:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
-            job = None  # while this waits for the next one, it must not keep alive what the last one read
 
 
 def _source(chunk: Chunk) -> torch.Tensor:

@@ -15,6 +15,8 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from headwater.checkpoint import preflight
+from headwater.checkpoint import pruner as pruner_module
 from headwater.checkpoint import staging as staging_module
 from headwater.checkpoint.byte_digest import warm_up
 from headwater.checkpoint.chunk import Chunk
@@ -376,6 +378,40 @@ def test_with_both_buffers_busy_the_policy_is_obeyed(policy: str, make: MakeMana
         assert manager.take_news().metrics["checkpoint/busy_wait_s"] > 0
     manager.wait_committed(60)
     assert {int(folder.name[5:11]) for folder in root.glob("step_*")} == {1, 2, 4}
+
+
+@pytest.fixture
+def slow_removal(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set once a checkpoint is really removed, half a second after that is asked for."""
+    removed = threading.Event()
+    real = pruner_module.remove
+    monkeypatch.setattr(pruner_module, "remove", lambda folder: (time.sleep(0.5), real(folder), removed.set()))
+    return removed
+
+
+def test_a_commit_does_not_wait_for_the_removal_of_the_old_but_closing_does(
+    make: MakeManager, root: Path, tensors: Tensors, slow_removal: threading.Event
+):
+    manager = make(keep_latest_k=1)
+    for step in (1, 2):
+        save(manager, step, tensors)
+        manager.wait_committed(60)
+    assert not slow_removal.is_set()
+    manager.close()
+    assert [folder.name[:11] for folder in root.glob("step_*")] == ["step_000002"]
+
+
+def test_a_save_that_lacks_the_space_of_what_is_being_removed_waits_for_it(
+    make: MakeManager, root: Path, tensors: Tensors, slow_removal: threading.Event, monkeypatch: pytest.MonkeyPatch
+):
+    manager = make(keep_latest_k=1)
+    for step in (1, 2):
+        save(manager, step, tensors)
+        manager.wait_committed(60)
+    monkeypatch.setattr(preflight, "free_bytes", lambda folder: 1 << 30 if slow_removal.is_set() else 0)
+    save(manager, 3, tensors)
+    manager.wait_committed(60)
+    assert same(stored(root, 3), tensors)
 
 
 def test_structure_may_grow_between_saves(make: MakeManager, root: Path, tensors: Tensors):
