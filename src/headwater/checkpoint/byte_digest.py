@@ -163,10 +163,14 @@ def _sums(parts: Sequence[_Part], buffers: int) -> list[int]:
             with lock:
                 totals[part.buffer] += total
 
-    helpers = min(_THREADS, len(parts), nbytes // _THREAD_BYTES + 1) - 1
-    threads = [threading.Thread(target=work, name="headwater-digest") for _ in range(helpers)]
-    for thread in threads:
-        thread.start()
+    threads: list[threading.Thread] = []
+    for _ in range(min(_THREADS, len(parts), nbytes // _THREAD_BYTES + 1) - 1):
+        thread = threading.Thread(target=work, name="headwater-digest")
+        try:
+            thread.start()
+        except RuntimeError:  # Python 3.12 starts none once the program ends, when the last save may still be staged
+            break
+        threads.append(thread)
     work()
     for thread in threads:
         thread.join()

@@ -1,5 +1,6 @@
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -35,6 +36,28 @@ def test_threads_do_not_change_the_value(threads: int, blocks: int, monkeypatch:
     for part in np.array_split(data, 7):
         stream.update(part)
     assert stream.value() == expected
+
+
+@pytest.mark.parametrize("started", [0, 1])
+def test_where_no_thread_can_be_started_the_value_is_the_same(started: int, monkeypatch: pytest.MonkeyPatch):
+    data = np.random.default_rng(0).integers(0, 256, 32 * BLOCK_BYTES, dtype=np.uint8)
+    monkeypatch.setattr(byte_digest, "_PART_BLOCKS", 2)
+    monkeypatch.setattr(byte_digest, "_THREAD_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(byte_digest, "_THREADS", 1)
+    expected = digest_bytes(data)
+    start, refused = threading.Thread.start, []
+
+    def refuse(thread: threading.Thread) -> None:
+        if len(refused) < started:
+            refused.append(False)
+            return start(thread)
+        refused.append(True)
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(byte_digest, "_THREADS", 4)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert digest_bytes(data) == expected
+    assert refused == [False] * started + [True]
 
 
 @pytest.mark.parametrize("offset", [0, 4, 1])
