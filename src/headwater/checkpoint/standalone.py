@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import atexit
 import logging
+import operator
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -70,6 +72,7 @@ class AsyncCheckpointer:
             when_busy=when_busy,
             writer_silence_s=writer_silence_s,
         )
+        self._closed = False
         self._fence = Fence()
         self._manager = CheckpointManager(config, uuid.uuid4().hex, _IDENTITY)
         self._background = Background("headwater-save")
@@ -90,10 +93,13 @@ class AsyncCheckpointer:
     def save(self, step: int, state_dict: Mapping[str, Any]) -> None:
         """Stage a checkpoint and return; a background process writes and commits it.
 
-        state_dict: nested dicts, lists and tuples of tensors on any device, numbers, strings and None. Until
+        step: 0 or more. state_dict: nested dicts, lists and tuples of tensors on any device, numbers, strings and None. Until
         `wait_staged` returns the tensors must not be written, freed or moved; where they are, the save is refused.
         Raises UserError for what cannot be saved, and the error of an earlier save that failed.
         """
+        if self._closed:
+            raise UserError(f"{self.folder}: this checkpointer is closed: make another one to save")
+        step = _step(step)
         self._raise_error()
         frozen = freeze(state_dict)
         # A first save shows what cannot be saved; where it is of a GPU, each one is asked for in the caller's stream.
@@ -177,6 +183,7 @@ class AsyncCheckpointer:
 
     def close(self) -> None:
         """Wait for what is being written and end the background process; safe to call twice."""
+        self._closed = True
         atexit.unregister(self.close)
         self._background.close()
         if self._job is not None and self._job.error is not None:
@@ -189,3 +196,10 @@ class AsyncCheckpointer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _step(value: Any) -> int:
+    with suppress(TypeError):  # of what is no integer
+        if not isinstance(value, bool) and operator.index(value) >= 0:
+            return operator.index(value)
+    raise UserError(f"step={value!r} cannot name a checkpoint: give an integer, 0 or more")

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from headwater.checkpoint.dtypes import dtype_name
 from headwater.errors import UserError
 
 _TENSORS = {torch.Tensor, torch.nn.Parameter}
@@ -135,6 +136,10 @@ def _check_tensor(value: torch.Tensor, path: tuple[str, ...]) -> None:
             f"state_dict entry {_path(path)} is a {type(value).__name__} of layout {value.layout}: "
             "save its plain local tensor"
         )
+    try:
+        dtype_name(value.dtype)
+    except ValueError as error:
+        raise UserError(f"state_dict entry {_path(path)}: {error}") from None
 
 
 def _unused_name(wanted: str, taken: Mapping[str, torch.Tensor]) -> str:

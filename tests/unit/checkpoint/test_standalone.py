@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -97,6 +98,28 @@ def test_nan_is_kept():
 def test_what_a_checkpoint_does_not_hold_is_refused_by_name(odd: Any, checkpointer: AsyncCheckpointer):
     with pytest.raises(UserError, match=r"state_dict entry model\.odd is a "):
         checkpointer.save(1, {"model": {"odd": odd}})
+
+
+def test_a_dtype_that_cannot_be_stored_is_refused_by_name(checkpointer: AsyncCheckpointer):
+    with pytest.raises(UserError, match=r"state_dict entry model\.odd: torch\.complex64 cannot be stored"):
+        checkpointer.save(1, {"model": {"odd": torch.ones(2, dtype=torch.complex64)}})
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, "3", True, None, torch.tensor(1.0)])
+def test_a_step_that_names_no_checkpoint_is_refused_and_the_next_save_works(step: Any, checkpointer: AsyncCheckpointer):
+    with pytest.raises(UserError, match=r"^step=.* cannot name a checkpoint: give an integer, 0 or more$"):
+        checkpointer.save(step, {"w": torch.ones(2)})
+    checkpointer.save(np.int64(4), {"w": torch.ones(2)})
+    checkpointer.wait_committed()
+    assert checkpointer.steps() == [4]
+
+
+def test_nothing_is_saved_after_close(root: Path):
+    checkpointer = AsyncCheckpointer(root)
+    checkpointer.close()
+    with pytest.raises(UserError, match="this checkpointer is closed"):
+        checkpointer.save(1, {"w": torch.ones(2)})
+    assert checkpointer.steps() == []
 
 
 def test_what_is_not_there_or_other_is_refused(checkpointer: AsyncCheckpointer):
