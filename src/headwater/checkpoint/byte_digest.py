@@ -27,6 +27,7 @@ _U64 = np.dtype("<u8")
 _PART_BLOCKS = 16  # what a thread takes at once
 _THREAD_BYTES = 8 << 20  # a thread is worth its start from here on
 _WORTH_COMPILING = 8 << 20
+_PROBED_LANES = 1001
 _THREADS = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 BytesLike = bytes | bytearray | memoryview | np.ndarray
@@ -193,7 +194,12 @@ def _compile() -> _InnerLoop:
     try:
         from headwater.checkpoint.compiled_digest import compile_sum_blocks
 
-        return compile_sum_blocks()
+        compiled = compile_sum_blocks()
+        # It may come from a file, and the writer reads the same one: both would agree on a wrong digest.
+        arguments = LANE_WEIGHTS[:_PROBED_LANES], LANE_WEIGHTS, _FIRST_BLOCK_WEIGHTS[:1]
+        if int(compiled(*arguments)) != _sum_by_numpy(*arguments):
+            raise RuntimeError("the compiled loop computes another value")
+        return compiled
     except Exception as error:
         _log.warning("digests are computed by numpy, which is four times slower: %s", error)
         return _sum_by_numpy

@@ -31,9 +31,9 @@ def compile_sum_blocks() -> Callable[[np.ndarray, np.ndarray, np.ndarray], int]:
     """The weighted sum of blocks of lanes modulo 2**64; uint64 arrays, aligned or not, of any number of lanes.
 
     lane_weights: of a whole block. block_weights: one for each block in lanes. Kept on disk from one process to the
-    next where the package's folder or the user's cache can be written.
+    next where the package's folder or the user's cache can be written and what is there can be read.
     """
     try:
         return numba.njit(_SIGNATURE, nogil=True, cache=True)(_sum_blocks)
-    except RuntimeError:  # nowhere to keep it
+    except Exception:  # nowhere to keep it, no space there, or a damaged file
         return numba.njit(_SIGNATURE, nogil=True)(_sum_blocks)

@@ -1,11 +1,13 @@
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
+import numba
 import numpy as np
 import pytest
 
-from headwater.checkpoint import byte_digest
+from headwater.checkpoint import byte_digest, compiled_digest
 from headwater.checkpoint.byte_digest import (
     BLOCK_BYTES,
     LANE_WEIGHTS,
@@ -14,6 +16,7 @@ from headwater.checkpoint.byte_digest import (
     digest_bytes,
     digest_many,
 )
+from headwater.checkpoint.compiled_digest import compile_sum_blocks
 from headwater.checkpoint.dtype_sizes import ITEMSIZES
 from headwater.checkpoint.dtypes import DTYPES
 
@@ -92,6 +95,24 @@ def test_without_a_compiler_numpy_gives_the_same_value(
     monkeypatch.setitem(sys.modules, "headwater.checkpoint.compiled_digest", None)
     assert digest_bytes(data) == expected
     assert "numpy" in caplog.text
+
+
+def test_a_damaged_cache_costs_a_compilation_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    compile_sum_blocks()
+    (index,) = tmp_path.rglob("*.nbi")
+    index.write_bytes(index.read_bytes()[:100])
+    data = np.arange(1000, dtype=np.uint64)
+    expected = byte_digest._sum_by_numpy(data, LANE_WEIGHTS, block_weights(0, 1))
+    assert int(compile_sum_blocks()(data, LANE_WEIGHTS, block_weights(0, 1))) == expected
+
+
+def test_a_compiled_loop_that_computes_another_value_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(compiled_digest, "compile_sum_blocks", lambda: lambda *_: 0)
+    assert byte_digest._compile() is byte_digest._sum_by_numpy
+    assert "computes another value" in caplog.text
 
 
 def test_what_the_writer_process_imports_does_not_import_torch():
