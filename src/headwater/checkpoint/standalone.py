@@ -52,6 +52,8 @@ class AsyncCheckpointer:
             checkpointer.save(step, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
         checkpointer.wait_committed()
 
+    A forward pass that writes tensors, as BatchNorm's writes running statistics, has to wait as well.
+
     folder: of one run's checkpoints, made if need be; no other live process may use it. keep_latest_k: newest
     committed checkpoints to keep, None for all. when_busy: what `save` does while two saves are still being written.
     The end of the program waits for what is being written. Raises UserError when the folder cannot be used.
@@ -93,8 +95,10 @@ class AsyncCheckpointer:
     def save(self, step: int, state_dict: Mapping[str, Any]) -> None:
         """Stage a checkpoint and return; a background process writes and commits it.
 
-        step: 0 or more. state_dict: nested dicts, lists and tuples of tensors on any device, numbers, strings and None. Until
-        `wait_staged` returns the tensors must not be written, freed or moved; where they are, the save is refused.
+        step: 0 or more. state_dict: nested dicts, lists and tuples of tensors on CPU or CUDA, numbers, strings and None.
+        Until `wait_staged` returns the tensors must not be written, freed or moved. Where torch does it, the save is
+        refused. What is done to host memory past torch, as by numpy or through `.data`, may be saved instead of what was
+        there at the call, and a storage resized to nothing may crash the process.
         Raises UserError for what cannot be saved, and the error of an earlier save that failed.
         """
         if self._closed:

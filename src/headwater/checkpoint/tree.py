@@ -136,6 +136,8 @@ def _check_tensor(value: torch.Tensor, path: tuple[str, ...]) -> None:
             f"state_dict entry {_path(path)} is a {type(value).__name__} of layout {value.layout}: "
             "save its plain local tensor"
         )
+    if value.device.type not in ("cpu", "cuda"):
+        raise UserError(f"state_dict entry {_path(path)} is on {value.device}: save a copy of it on the CPU")
     try:
         dtype_name(value.dtype)
     except ValueError as error:

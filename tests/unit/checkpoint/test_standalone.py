@@ -105,6 +105,11 @@ def test_a_dtype_that_cannot_be_stored_is_refused_by_name(checkpointer: AsyncChe
         checkpointer.save(1, {"model": {"odd": torch.ones(2, dtype=torch.complex64)}})
 
 
+def test_a_device_whose_memory_cannot_be_read_is_refused_by_name(checkpointer: AsyncCheckpointer):
+    with pytest.raises(UserError, match=r"state_dict entry odd is on meta: save a copy of it on the CPU"):
+        checkpointer.save(1, {"odd": torch.ones(2, device="meta")})
+
+
 @pytest.mark.parametrize("step", [-1, 1.5, "3", True, None, torch.tensor(1.0)])
 def test_a_step_that_names_no_checkpoint_is_refused_and_the_next_save_works(step: Any, checkpointer: AsyncCheckpointer):
     with pytest.raises(UserError, match=r"^step=.* cannot name a checkpoint: give an integer, 0 or more$"):
