@@ -10,6 +10,7 @@ prevents, has another version, or other bytes than were digested; either way the
 
 from __future__ import annotations
 
+import logging
 import math
 import queue
 import threading
@@ -32,9 +33,8 @@ from headwater.checkpoint.watch import Watch
 from headwater.checkpoint.write_request import encode_structure, listed
 from headwater.errors import HeadwaterError
 
+_log = logging.getLogger(__name__)
 _Copy = tuple[torch.Tensor, torch.Tensor]
-
-
 _Key = tuple[str, str, tuple[int, ...]]
 _Part = tuple[str, torch.dtype, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
@@ -53,7 +53,7 @@ class ComponentPlan:
     @cached_property
     def size_bound(self) -> int:
         """Bytes that the file will not exceed."""
-        headers = sum(6 * len(name) + 150 + 50 * len(shape) for name, _, shape, _, _ in self._parts)
+        headers = sum(12 * len(name) + 150 + 50 * len(shape) for name, _, shape, _, _ in self._parts)
         return sum(dtype.itemsize * math.prod(shape) for _, dtype, shape, _, _ in self._parts) + headers + 2 * PAGE
 
     @cached_property
@@ -238,7 +238,10 @@ class Stager:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            job()
+            try:
+                job()
+            except Exception:  # of whoever was told; the saves to come must not wait for ever
+                _log.exception("what follows the staging of a save failed")
 
 
 def _source(chunk: Chunk) -> torch.Tensor:

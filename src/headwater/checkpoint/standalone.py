@@ -95,10 +95,10 @@ class AsyncCheckpointer:
     def save(self, step: int, state_dict: Mapping[str, Any]) -> None:
         """Stage a checkpoint and return; a background process writes and commits it.
 
-        step: 0 or more. state_dict: nested dicts, lists and tuples of tensors on CPU or CUDA, numbers, strings and None.
-        Until `wait_staged` returns the tensors must not be written, freed or moved. Where torch does it, the save is
-        refused. What is done to host memory past torch, as by numpy or through `.data`, may be saved instead of what was
-        there at the call, and a storage resized to nothing may crash the process.
+        step: 0 or more. state_dict: nested dicts, lists and tuples of tensors on CPU or CUDA, numbers, strings and
+        None. Until `wait_staged` returns the tensors must not be written, freed or moved. Where torch does it, the save
+        is refused. What is done to host memory past torch, as by numpy or through `.data`, may be saved instead of what
+        was there at the call, and a storage resized to nothing may crash the process.
         Raises UserError for what cannot be saved, and the error of an earlier save that failed.
         """
         if self._closed:
