@@ -14,8 +14,10 @@ from headwater.checkpoint.commit import remove
 from headwater.checkpoint.manifest import MANIFEST_NAME
 from headwater.checkpoint.retention import Saved, keys_to_keep
 from headwater.config.schema import CheckpointingConfig
+from headwater.errors import HeadwaterError
 
 _log = logging.getLogger(__name__)
+_TIMEOUT_S = 3600.0
 
 
 class Pruner:
@@ -55,27 +57,31 @@ class Pruner:
         self.prune()
 
     def prune(self) -> None:
-        """Remove what is not kept, or begin to."""
+        """Remove what is not kept, or begin to; after `close`, do not begin."""
         if self._thread is None:
             self._prune()
             return
         with self._changed:
-            self._asked += 1
-            self._changed.notify_all()
+            if not self._closing:
+                self._asked += 1
+                self._changed.notify_all()
 
-    def wait(self) -> None:
-        """Return when all that was begun is done."""
+    def wait(self, timeout: float = _TIMEOUT_S) -> None:
+        """Return when all that was begun is done. Raises HeadwaterError after `timeout` seconds."""
         with self._changed:
             asked = self._asked
-            self._changed.wait_for(lambda: self._done >= asked)
+            if not self._changed.wait_for(lambda: self._done >= asked, timeout):
+                raise HeadwaterError(f"old checkpoints in {self._root} are not removed after {timeout:g} s")
 
-    def close(self) -> None:
-        """Finish what was begun; safe to call twice."""
+    def close(self, timeout: float = _TIMEOUT_S) -> None:
+        """Finish what was begun, as far as that takes `timeout` seconds; safe to call twice."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                _log.warning("old checkpoints in %s are not removed after %g s", self._root, timeout)
 
     def _run(self) -> None:
         while True:
@@ -102,6 +108,7 @@ class Pruner:
         for name in {item.key for item in saved} - keep:
             try:
                 remove(self._root / name)
+                self._readable.pop(name, None)
             except OSError as error:
                 _log.warning("could not prune %s: %s", self._root / name, error)
 
