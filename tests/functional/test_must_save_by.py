@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from headwater.checkpoint.host_buffer import BufferPool
 from headwater.checkpoint.reader import Checkpoint, verify
 from headwater.cli.main import main
 from headwater.controller import interrupt, loop
@@ -66,6 +67,31 @@ def test_the_first_step_that_ends_then_is_saved_and_the_run_ends_and_resumes(
     assert main([*run, "grpo.max_num_steps=5"]) == 0
     assert trained == [1, 2, 3, 4, 5]
     assert KEY not in capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.parametrize("when", ["before the save", "during the save"])
+def test_a_busy_writer_does_not_have_the_last_step_skipped(
+    when: str, trained: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    acquire, refused = BufferPool.acquire, []
+
+    def busy(pool: BufferPool, sizes: Any, pin: bool, timeout: float) -> Any:
+        """Never a free buffer for who does not wait for one."""
+        if timeout > 0:
+            return acquire(pool, sizes, pin, timeout)
+        refused.append(len(trained))
+        return None
+
+    monkeypatch.setattr(BufferPool, "acquire", busy)
+    last = 3 if when == "before the save" else 2
+    monkeypatch.setattr(
+        interrupt, "process_age_s", lambda: 3600.0 if len(trained) >= 3 or len(refused) >= last else 3599.99
+    )
+    skip = ["checkpointing.when_busy=skip", "checkpointing.save_period=1", "checkpointing.keep_latest_k=9"]
+    assert main([*words(tmp_path, f"{KEY}=01:00:00", *skip), "grpo.max_num_steps=100"]) == 0
+    assert refused == [1, 2]
+    assert trained == list(range(1, last + 1))
+    assert steps(tmp_path) == [last]
 
 
 def test_a_process_counts_from_its_own_start(tmp_path: Path):

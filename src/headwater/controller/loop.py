@@ -48,8 +48,10 @@ def run_grpo(run: Runtime, stop: StopRequest) -> None:
             stop.step_ended()
             _record_ranking_metric(run, metrics)  # before the save, so that the checkpoint knows its own rank
             if _is_save_due(run):
-                _save(run, timer, may_skip=state.step < config.grpo.max_num_steps)
-                saved_step = state.step
+                may_skip = state.step < config.grpo.max_num_steps and not stop.requested
+                _save(run, timer, may_skip=may_skip)
+                if not may_skip or config.checkpointing.when_busy != "skip":
+                    saved_step = state.step  # else a stop asked for meanwhile has it saved once more
             metrics |= sync(run, timer)
         last = state.step == config.grpo.max_num_steps
         if not stop.requested and (_is_period(state.step, config.grpo.val_period) or (last and config.grpo.val_at_end)):
