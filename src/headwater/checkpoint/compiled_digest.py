@@ -8,6 +8,7 @@ from typing import Any
 import numba
 import numpy as np
 from numba import types
+from numba.core import config
 
 _LANES = types.Array(types.uint64, 1, "C", readonly=True, aligned=False)
 _SIGNATURE = types.uint64(_LANES, _LANES, _LANES)
@@ -31,8 +32,11 @@ def compile_sum_blocks() -> Callable[[np.ndarray, np.ndarray, np.ndarray], int]:
     """The weighted sum of blocks of lanes modulo 2**64; uint64 arrays, aligned or not, of any number of lanes.
 
     lane_weights: of a whole block. block_weights: one for each block in lanes. Kept on disk from one process to the
-    next where the package's folder or the user's cache can be written and what is there can be read.
+    next where the package's folder or the user's cache can be written and what is there can be read. Raises
+    RuntimeError where numba is told not to compile.
     """
+    if getattr(config, "DISABLE_JIT", False):
+        raise RuntimeError("NUMBA_DISABLE_JIT is set")
     try:
         return numba.njit(_SIGNATURE, nogil=True, cache=True)(_sum_blocks)
     except Exception:  # nowhere to keep it, no space there, or a damaged file

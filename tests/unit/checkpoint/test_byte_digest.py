@@ -107,6 +107,14 @@ def test_a_damaged_cache_costs_a_compilation_alone(tmp_path: Path, monkeypatch: 
     assert int(compile_sum_blocks()(data, LANE_WEIGHTS, block_weights(0, 1))) == expected
 
 
+def test_numpy_is_used_where_numba_is_told_not_to_compile(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
+    assert byte_digest._compile() is byte_digest._sum_by_numpy
+    assert "NUMBA_DISABLE_JIT is set" in caplog.text
+
+
 def test_a_compiled_loop_that_computes_another_value_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
