@@ -113,7 +113,7 @@ def _kernel_on(device: torch.device) -> Callable[[Sequence[torch.Tensor]], torch
     try:
         from headwater.checkpoint.triton_digest import sum_blocks
 
-        probe = torch.arange(11, dtype=torch.uint8)
+        probe = torch.arange(11, dtype=torch.uint8, device="cpu")
         (total,) = sum_blocks([probe.to(device)]).tolist()
         if finish(total, probe.numel()) != digest(probe):
             raise RuntimeError("its kernel computes another value")

@@ -135,7 +135,7 @@ class ComponentReader:
         first = self.boxes(name)[0]
         if sum(math.prod(box.shape) for box in self.boxes(name)) < math.prod(first.global_shape):
             raise UserError(f"{self._folder}: chunk {name}: the stored boxes do not cover shape {first.global_shape}")
-        chunk = Chunk.whole(name, torch.empty(first.global_shape, dtype=DTYPES[first.dtype]))
+        chunk = Chunk.whole(name, torch.empty(first.global_shape, dtype=DTYPES[first.dtype], device="cpu"))
         self.read_into(chunk)
         return chunk.tensor
 
@@ -163,7 +163,7 @@ class ComponentReader:
 
     def read_box(self, box: ChunkEntry) -> torch.Tensor:
         """One stored box, on the CPU. Raises CorruptCheckpointError if it does not match its digest."""
-        tensor = torch.empty(box.shape, dtype=DTYPES[box.dtype])
+        tensor = torch.empty(box.shape, dtype=DTYPES[box.dtype], device="cpu")
         raw = tensor.reshape(-1).view(torch.uint8).numpy()
         path = self._folder / box.file
         try:
@@ -199,7 +199,7 @@ def _covered(chunk: Chunk, targets: list[_Index]) -> bool:
         all(part == slice(0, size) for part, size in zip(target, shape, strict=True)) for target in targets
     ):
         return True
-    filled = torch.zeros(shape, dtype=torch.bool)
+    filled = torch.zeros(shape, dtype=torch.bool, device="cpu")
     for target in targets:
         filled[target] = True
     return bool(filled.all())

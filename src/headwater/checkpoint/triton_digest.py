@@ -54,7 +54,7 @@ def sum_blocks(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     known = _rows(tuple([tensor.numel() * tensor.element_size() for tensor in tensors]))
     if len(known) == 0:
         return sums
-    table = torch.empty(known.shape, dtype=torch.int64, pin_memory=True)
+    table = torch.empty(known.shape, dtype=torch.int64, device="cpu", pin_memory=True)
     rows = table.numpy()
     rows[:] = known
     rows[:, 0] += np.array([tensor.data_ptr() for tensor in tensors], np.int64)[rows[:, 3]]

@@ -127,6 +127,15 @@ def test_nothing_is_saved_after_close(root: Path):
     assert checkpointer.steps() == []
 
 
+def test_another_default_device_changes_nothing(checkpointer: AsyncCheckpointer):
+    state = {"w": torch.ones(3, 2).t(), "empty": torch.empty(0)}
+    with torch.device("meta"):
+        checkpointer.save(1, state)
+        checkpointer.wait_committed()
+        loaded = checkpointer.load()
+    assert_same(loaded, state)
+
+
 def test_what_is_not_there_or_other_is_refused(checkpointer: AsyncCheckpointer):
     with pytest.raises(UserError, match=r"no committed checkpoint$"):
         checkpointer.load()
