@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import operator
+import os
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
@@ -75,6 +76,7 @@ class AsyncCheckpointer:
             writer_silence_s=writer_silence_s,
         )
         self._closed = False
+        self._process = os.getpid()
         self._fence = Fence()
         self._manager = CheckpointManager(config, uuid.uuid4().hex, _IDENTITY)
         self._background = Background("headwater-save")
@@ -189,6 +191,8 @@ class AsyncCheckpointer:
         """Wait for what is being written and end the background process; safe to call twice."""
         self._closed = True
         atexit.unregister(self.close)
+        if os.getpid() != self._process:  # the threads that it would wait for were not forked
+            return
         self._background.close()
         if self._job is not None and self._job.error is not None:
             _log.error("%s", self._job.error)

@@ -318,3 +318,23 @@ def test_other_structures_are_told_apart(first: Any, second: Any):
     assert one.structure != other.structure
     assert one.structure == freeze(first).structure  # pyright: ignore[reportOptionalMemberAccess]
     assert one.state == first
+
+
+def test_a_forked_child_ends_while_its_parent_saves(root: Path):
+    script = (
+        "import os, signal, sys, torch, headwater\n"
+        "checkpointer = headwater.AsyncCheckpointer(sys.argv[1])\n"
+        "checkpointer.save(0, {'w': torch.ones(10)})\n"
+        "checkpointer.wait_committed()\n"
+        "os.kill(checkpointer._manager.writer_pid, signal.SIGSTOP)\n"  # so that the save stays pending
+        "checkpointer.save(1, {'w': torch.ones(10)})\n"
+        "child = os.fork()\n"
+        "if child:\n"
+        "    assert os.waitpid(child, 0)[1] == 0\n"
+        "    assert checkpointer.pending == 1\n"
+        "    os.kill(checkpointer._manager.writer_pid, signal.SIGCONT)\n"
+        "    checkpointer.wait_committed()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(root)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(list(root.glob("step_000001-*/manifest.json"))) == 1
