@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 from headwater.errors import HeadwaterError
 
+_CLOSE_S = 3600.0
+
 
 class Job:
     """label: what to call it in errors. error: why it failed; there once it is done."""
@@ -47,9 +49,9 @@ class Background:
         self._jobs.put(job)
 
     def close(self) -> None:
-        """Return when all jobs are done; safe to call twice."""
+        """Return when all jobs are done, or after an hour; safe to call twice."""
         self._jobs.put(None)
-        self._thread.join()
+        self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:

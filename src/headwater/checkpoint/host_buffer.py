@@ -169,14 +169,18 @@ class BufferPool:
         """Make both sets hold buffers of these names and bytes, in the background; `acquire` waits for it."""
         with self._changed:
             waiting, self._free = self._free, []
+        device = torch.cuda.current_device() if pin else None
         threading.Thread(
-            target=self._prepare, args=(waiting, dict(sizes), pin), name="headwater-staging-prepare", daemon=True
+            target=self._prepare, args=(waiting, dict(sizes), device), name="headwater-staging-prepare", daemon=True
         ).start()
 
-    def _prepare(self, waiting: list[dict[str, HostBuffer]], sizes: dict[str, int], pin: bool) -> None:
+    def _prepare(self, waiting: list[dict[str, HostBuffer]], sizes: dict[str, int], device: int | None) -> None:
+        """device: the caller's, to pin for; a thread begins on the first one, and would make a context there."""
+        if device is not None:
+            torch.cuda.set_device(device)
         for buffers in waiting:
             try:
-                self._fit(buffers, sizes, pin)
+                self._fit(buffers, sizes, device is not None)
             except (OSError, RuntimeError) as error:  # the save that needs the memory tries again and reports it
                 _log.warning("staging memory could not be prepared ahead of the first save: %s", error)
             self._give_back(buffers)
