@@ -28,6 +28,7 @@ from headwater.checkpoint.dtypes import dtype_name
 from headwater.checkpoint.host_buffer import Lease
 from headwater.checkpoint.layout import PAGE, Box, FileLayout, lay_out
 from headwater.checkpoint.manifest import ChunkEntry
+from headwater.checkpoint.ranks import rank_file
 from headwater.checkpoint.snapshot import check_boxes, check_storage
 from headwater.checkpoint.watch import Watch
 from headwater.checkpoint.write_request import encode_structure, listed
@@ -40,13 +41,13 @@ _Part = tuple[str, torch.dtype, tuple[int, ...], tuple[int, ...], tuple[int, ...
 
 
 class ComponentPlan:
-    """The file of one component. What takes time to work out is worked out when it is asked for, in the background.
+    """A rank's file of one component. What takes time to work out is worked out when asked for, in the background.
 
     parts: name, dtype, shape, global shape and offset of each chunk, in the order given.
     """
 
-    def __init__(self, component: str, parts: tuple[_Part, ...]) -> None:
-        self.path = f"{component}/rank-00000.safetensors"
+    def __init__(self, component: str, parts: tuple[_Part, ...], rank: int) -> None:
+        self.path = rank_file(component, rank)
         self._component = component
         self._parts = parts
 
@@ -95,7 +96,8 @@ class ComponentPlan:
 class Planner:
     """Plans of structures seen lately: names, shapes, dtypes and boxes are cached, never a tensor or a pointer."""
 
-    def __init__(self, remembered: int = 8) -> None:
+    def __init__(self, rank: int = 0, remembered: int = 8) -> None:
+        self._rank = rank
         self._remembered = remembered
         self._plans: dict[tuple[object, ...], ComponentPlan] = {}
 
@@ -107,7 +109,7 @@ class Planner:
             check_boxes(chunks)
             while len(self._plans) >= self._remembered:
                 del self._plans[next(iter(self._plans))]
-            plan = self._plans[component, parts] = ComponentPlan(component, parts)
+            plan = self._plans[component, parts] = ComponentPlan(component, parts, self._rank)
         for chunk in chunks:
             check_storage(chunk)
         return plan
