@@ -1,8 +1,9 @@
 """A thread of the trainer that owns the writer process: starts it, watches it, replaces it.
 
 A death is noticed at once through a pidfd, silence after `silence_s`. Then the process is killed, a new one is
-started, and each unfinished save is written again from its buffers into a new attempt's folder. Whatever an earlier
-attempt still says is ignored, since every message names its save and attempt.
+started, and each unfinished save is written again from its buffers: into a new attempt's folder, or, where ranks save
+together, into the one that they share, for which this rank's writer votes once (ballot.py). Whatever an earlier attempt
+still says is ignored, since every message names its save and attempt.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ from typing import Any
 
 import headwater
 from headwater.checkpoint import preflight
+from headwater.checkpoint.ballot import Ballot
 from headwater.checkpoint.commit import committed, discard
 from headwater.checkpoint.host_buffer import Lease
+from headwater.checkpoint.ranks import SAVE_ID_DIGITS
+from headwater.checkpoint.votes import Refusal
 from headwater.checkpoint.write_request import WriteRequest, receive, send
 from headwater.errors import HeadwaterError, UserError
 
@@ -36,7 +40,7 @@ _DEATH_S = 30.0
 
 @dataclass
 class Job:
-    """A staged save until it is committed or given up.
+    """A staged save until it is committed or given up; without a lease, one that this rank refuses.
 
     request_fd: memfd of `request`, whose JSON part has `json_bytes`. then: called in the supervisor's thread with
     (job, measurements, None) or (job, {}, error). lost_writers: how many died or fell silent when it was its turn.
@@ -46,7 +50,7 @@ class Job:
     request: WriteRequest
     request_fd: int
     json_bytes: int
-    lease: Lease
+    lease: Lease | None
     image_names: tuple[str, ...]
     then: Callable[[Job, dict[str, float], HeadwaterError | None], None]
     attempt: int = 0
@@ -96,8 +100,7 @@ class Supervisor:
             if broken is None:
                 self._incoming.append(job)
         if broken is not None:
-            os.close(job.request_fd)
-            job.lease.release()
+            _release(job)
             job.then(job, {}, broken)
             return
         os.eventfd_write(self._wake, 1)
@@ -181,15 +184,15 @@ class Supervisor:
 
     def _finish(self, job: Job, measured: dict[str, float], error: HeadwaterError | None) -> None:
         self._jobs.remove(job)
-        os.close(job.request_fd)
-        job.lease.release()
+        _release(job)
         job.then(job, measured, error)
 
     def _send(self, job: Job) -> None:
         """Begin the job's next attempt. A writer that cannot take it is found dead or silent later."""
         assert self._channel is not None
         job.attempt += 1
-        save_id = secrets.token_hex(4)
+        alone = job.request.world == 1
+        save_id = secrets.token_hex(4) if alone else job.request.save[:SAVE_ID_DIGITS]
         job.folders.append(job.root / f"step_{job.request.step:06d}-{save_id}")
         message = {
             "kind": "save",
@@ -199,10 +202,11 @@ class Supervisor:
             "folder": str(job.folder),
             "save_id": save_id,
             "json_bytes": job.json_bytes,
-            "discard": [str(folder) for folder in job.folders[:-1] if folder.exists()],
+            "discard": [str(folder) for folder in job.folders[:-1] if alone and folder.exists()],
         }
+        images = [job.lease.fd(name) for name in job.image_names] if job.lease is not None else []
         try:
-            send(self._channel, message, [job.request_fd, *(job.lease.fd(name) for name in job.image_names)])
+            send(self._channel, message, [job.request_fd, *images])
         except OSError as error:
             _log.warning("the checkpoint writer cannot be reached: %s", error)
 
@@ -210,11 +214,14 @@ class Supervisor:
         """Start another writer and write again whatever the old one did not finish."""
         _log.warning("the checkpoint writer %s: starting another one", reason)
         self._hear()  # it may have said what it did last
-        self._stop()
+        gone = self._stop()
         self.restarts += 1
         for index, job in enumerate(list(self._jobs)):
             if committed(job.folder):  # it only did not live to say so
                 self._finish(job, {}, None)
+            elif not gone and job.request.world > 1:  # it may still write into the folder that a retry would use
+                text = f"saving step {job.request.step} failed: its writer process hangs in the kernel"
+                self._finish(job, {}, HeadwaterError(text))
             elif index == 0:  # it takes them in their order: those behind have had no try yet
                 self._count_lost_writer(job, reason)
         if self._jobs:  # without work, the next save starts it: one that cannot live must not be started for ever
@@ -227,9 +234,12 @@ class Supervisor:
         job.lost_writers += 1
         if job.lost_writers < _MAX_ATTEMPTS:
             return
-        for folder in filter(Path.exists, job.folders):
-            discard(folder)
         text = f"saving step {job.request.step} failed: its writer process {reason} {job.lost_writers} times"
+        if job.request.world > 1:
+            Ballot(job.folder, job.request, job.attempt).give_up(Refusal(None, None, text))
+        else:
+            for folder in filter(Path.exists, job.folders):
+                discard(folder)
         self._finish(job, {}, HeadwaterError(text))
 
     def _start(self) -> None:
@@ -251,19 +261,28 @@ class Supervisor:
         self._pidfd = os.pidfd_open(process.pid)
         self._heard = time.monotonic()
 
-    def _stop(self) -> None:
-        """Kill the writer and wait until it is gone: two of them never write for one save."""
+    def _stop(self) -> bool:
+        """Kill the writer and wait until it is gone: two of them never write into one folder. Returns whether it is."""
         if self._process is None:
-            return
+            return True
+        gone = True
         if self._channel is not None:
             self._channel.close()
         try:
             self._process.send_signal(signal.SIGKILL)
             self._process.wait(_DEATH_S)
         except subprocess.TimeoutExpired:
+            gone = False
             _log.warning("checkpoint writer %d hangs in the kernel and is left behind", self._process.pid)
         os.close(self._pidfd)
         self._process, self._channel, self._pidfd = None, None, -1
+        return gone
+
+
+def _release(job: Job) -> None:
+    os.close(job.request_fd)
+    if job.lease is not None:
+        job.lease.release()
 
 
 def _environment() -> dict[str, str]:
@@ -274,7 +293,8 @@ def _environment() -> dict[str, str]:
 
 
 def _error(job: Job, message: dict[str, Any]) -> HeadwaterError:
+    rank = "" if message["by"] is None else f"rank {message['by']}: "
     if message["errno"] is None:
-        return HeadwaterError(message["text"])
+        return HeadwaterError(f"{rank}{message['text']}")
     cause = preflight.explain(OSError(message["errno"], message["text"]))
-    return UserError(f"saving step {job.request.step} to {job.root} failed: {cause}")
+    return UserError(f"{rank}saving step {job.request.step} to {job.root} failed: {cause}")

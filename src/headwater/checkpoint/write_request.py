@@ -33,7 +33,9 @@ class WriteRequest:
 
     structure: of the chunks of each image, as `encode_structure` makes it. digests: live ones, of all chunks in that
     order. images: path and bytes of each file whose image is staged. small: path and content of the other files.
-    readback: whether to read all of it from the disk again before the commit.
+    readback: whether to read all of it from the disk again before the commit. world: how many ranks save together;
+    then all have the same `save`. vote_timeout_s: how long rank 0 waits for the others' votes. refusal: why this rank
+    has nothing to write, which is to be told to the others.
     """
 
     save: str
@@ -48,6 +50,9 @@ class WriteRequest:
     digests: tuple[int, ...]
     images: tuple[tuple[str, int], ...]
     small: dict[str, bytes] = field(default_factory=dict)
+    world: int = 1
+    vote_timeout_s: float = 0.0
+    refusal: str | None = None
 
     @property
     def chunks(self) -> tuple[ChunkEntry, ...]:
@@ -101,7 +106,8 @@ def _chunk(item: dict[str, Any], digest: int) -> ChunkEntry:
 
 
 _U64 = np.dtype("<u8")
-_PLAIN_FIELDS = ("save", "rank", "step", "run_id", "weight_version", "model_identity", "saved_at_ns", "readback")
+_IDENTITY_FIELDS = ("save", "rank", "step", "run_id", "weight_version", "model_identity", "saved_at_ns")
+_PLAIN_FIELDS = (*_IDENTITY_FIELDS, "readback", "world", "vote_timeout_s", "refusal")
 
 
 def send(channel: socket.socket, message: dict[str, Any], fds: Sequence[int] = ()) -> None:

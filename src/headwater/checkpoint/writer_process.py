@@ -15,7 +15,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,12 +23,14 @@ from typing import Any
 
 import numpy as np
 
+from headwater.checkpoint.ballot import Ballot
 from headwater.checkpoint.byte_digest import digest_bytes, digest_many, warm_up
 from headwater.checkpoint.commit import commit, committed, discard
 from headwater.checkpoint.image_file import ImageFile
 from headwater.checkpoint.layout import PAGE
-from headwater.checkpoint.manifest import FileEntry, Manifest, validate
+from headwater.checkpoint.manifest import FileEntry, validate
 from headwater.checkpoint.readback import read_back
+from headwater.checkpoint.votes import Refusal, part_manifest, refusal_of
 from headwater.checkpoint.write_request import WriteRequest, difference_text, receive, send
 from headwater.errors import HeadwaterError
 
@@ -37,7 +39,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Attempt:
-    """One try at writing one save into a folder of its own."""
+    """One try at writing one save: into a folder of its own, or together with the writers of other ranks."""
 
     def __init__(self, message: dict[str, Any], fds: Sequence[int]) -> None:
         self.message = message
@@ -45,16 +47,42 @@ class Attempt:
         self.bytes_written = 0
         self._counting = threading.Lock()
         self._made = False
+        self._ballot: Ballot | None = None
         self._fds = fds
 
     def run(self, workers: ThreadPoolExecutor) -> dict[str, Any]:
         """Write, prove and commit. Returns the measured seconds and bytes; raises OSError or HeadwaterError."""
-        started = time.perf_counter()
         request = WriteRequest.from_memfd(self._fds[0], self.message["json_bytes"])
+        return self._run_alone(request, workers) if request.world == 1 else self._run_with_others(request, workers)
+
+    def _run_alone(self, request: WriteRequest, workers: ThreadPoolExecutor) -> dict[str, Any]:
         for leftover in self.message["discard"]:
             discard(Path(leftover))
         self.folder.mkdir()
         self._made = True
+        files, measured = self._write(request, workers)
+        written_at = time.perf_counter()
+        manifest = part_manifest(request, self.message["save_id"], files)
+        validate(manifest, str(self.folder))
+        commit(self.folder, manifest)
+        return {**measured, "commit_s": time.perf_counter() - written_at}
+
+    def _run_with_others(self, request: WriteRequest, workers: ThreadPoolExecutor) -> dict[str, Any]:
+        self._ballot = ballot = Ballot(self.folder, request, self.message["attempt"])
+        measured: dict[str, Any] = {"bytes": 0, "write_s": 0.0, "readback_s": 0.0}
+        if ballot.join():
+            if request.refusal is not None:
+                raise HeadwaterError(request.refusal)
+            ballot.remove_files()
+            files, measured = self._write(request, workers)
+            ballot.vote(part_manifest(request, self.message["save_id"], files))
+        voted_at = time.perf_counter()
+        ballot.settle()
+        return {**measured, "commit_s": time.perf_counter() - voted_at}
+
+    def _write(self, request: WriteRequest, workers: ThreadPoolExecutor) -> tuple[list[FileEntry], dict[str, Any]]:
+        """Write and prove all files of the request; returns them, and what was measured."""
+        started = time.perf_counter()
         images = {path: _map(fd, size) for fd, (path, size) in zip(self._fds[1:], request.images, strict=True)}
         with ExitStack() as closing:
             pieces = [piece for path in images for piece in self._write_image(path, *images[path], workers, closing)]
@@ -73,18 +101,17 @@ class Attempt:
             raise HeadwaterError(difference_text(self.folder, differing))
         written_at = time.perf_counter()
         readback_s = read_back(self.folder, files, request.chunks) if request.readback else 0.0
-        self._commit(request, files)
-        committed_at = time.perf_counter()
-        return {
-            "bytes": sum(file.size for file in files),
-            "write_s": written_at - started,
-            "readback_s": readback_s,
-            "commit_s": committed_at - written_at - readback_s,
-        }
+        size = sum(file.size for file in files)
+        return files, {"bytes": size, "write_s": written_at - started, "readback_s": readback_s}
+
+    def _target(self, path: str) -> Path:
+        """Where to write a file. The save's own folder is never made here: it may have been taken away."""
+        for parent in reversed(Path(path).parents[:-1]):
+            (self.folder / parent).mkdir(exist_ok=True)
+        return self.folder / path
 
     def _write_small(self, path: str, data: bytes) -> FileEntry:
-        target = self.folder / path
-        target.parent.mkdir(parents=True, exist_ok=True)
+        target = self._target(path)
         with open(target, "xb") as file:
             file.write(data)
             file.flush()
@@ -95,9 +122,7 @@ class Attempt:
         self, path: str, image: np.ndarray, size: int, workers: ThreadPoolExecutor, closing: ExitStack
     ) -> list[Future[None]]:
         """Begin to write. At the end of `closing` nobody writes any more."""
-        target = self.folder / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        file = ImageFile(target, image, size, self._wrote)
+        file = ImageFile(self._target(path), image, size, self._wrote)
         closing.callback(file.close)
         pieces = file.write(workers)
         closing.callback(wait, pieces)
@@ -107,24 +132,13 @@ class Attempt:
         with self._counting:
             self.bytes_written += count
 
-    def _commit(self, request: WriteRequest, files: Iterable[FileEntry]) -> None:
-        manifest = Manifest(
-            run_id=request.run_id,
-            save_id=self.message["save_id"],
-            step=request.step,
-            weight_version=request.weight_version,
-            model_identity=request.model_identity,
-            saved_at_ns=request.saved_at_ns,
-            chunks=request.chunks,
-            files=tuple(files),
-        )
-        validate(manifest, str(self.folder))
-        commit(self.folder, manifest)
-
-    def give_up(self) -> None:
-        """Remove what this attempt made, unless it reached its commit point."""
+    def give_up(self, refusal: Refusal) -> Refusal:
+        """Remove what this attempt made, unless it reached its commit point. Returns why the save failed."""
+        if self._ballot is not None:
+            return self._ballot.give_up(refusal)
         if self._made and not committed(self.folder):
             discard(self.folder)
+        return refusal
 
     def close(self) -> None:
         """Close the descriptors that came with the message."""
@@ -156,13 +170,8 @@ class Writer:
             self._current = attempt
             try:
                 answer = {"kind": "committed", **attempt.run(self._workers)}
-            except OSError as error:
-                attempt.give_up()
-                answer = {"kind": "failed", "errno": error.errno, "text": error.strerror or str(error)}
             except Exception as error:
-                attempt.give_up()
-                name = "" if isinstance(error, HeadwaterError) else f"{type(error).__name__}: "
-                answer = {"kind": "failed", "errno": None, "text": f"{name}{error}"[:4000]}
+                answer = {"kind": "failed", **vars(attempt.give_up(refusal_of(error)))}
             finally:
                 attempt.close()
                 self._current = None
