@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headwater.checkpoint import preflight
+from headwater.checkpoint import preflight, votes
 from headwater.checkpoint.catalog import Found, newest, scan
 from headwater.checkpoint.chunk import Chunk
 from headwater.checkpoint.commit import discard
@@ -25,6 +25,7 @@ from headwater.checkpoint.fence import Fence
 from headwater.checkpoint.layout import PAGE
 from headwater.checkpoint.native import NativeSaver
 from headwater.checkpoint.pruner import Pruner
+from headwater.checkpoint.ranks import Ranks
 from headwater.checkpoint.reader import TRAINER_NAME, Checkpoint
 from headwater.checkpoint.save_order import SaveOrder, SaveResult
 from headwater.checkpoint.small_files import TokenizerFiles, trainer_json
@@ -37,6 +38,7 @@ _log = logging.getLogger(__name__)
 _COMPONENT = re.compile(r"[a-z][a-z0-9_]*")
 _HEADER_BYTES_PER_CHUNK = 1024  # in safetensors header and manifest together, with room to spare
 _COMMIT_TIMEOUT_S = 3600.0
+_ALONE = Ranks.alone()
 
 
 @dataclass
@@ -50,12 +52,18 @@ class News:
 class CheckpointManager:
     """The checkpoints of one run, in one folder that this object holds a lock on.
 
-    config: `checkpoint_dir` is created if need be. model_identity: what the weights belong to.
+    config: `checkpoint_dir` is created if need be. model_identity: what the weights belong to. ranks: who saves
+    together with this process, each its own chunks; every rank makes every save. Rank 0 alone locks, cleans and prunes
+    the folder and saves what is no tensor.
     Folders that an ended run left without committing are removed.
-    Raises UserError with the remedy when the folder cannot be written, measured or locked.
+    Raises UserError with the remedy when the folder cannot be written, measured or locked, and for a configuration that
+    does not hold for several ranks.
     """
 
-    def __init__(self, config: CheckpointingConfig, run_id: str, model_identity: str) -> None:
+    def __init__(self, config: CheckpointingConfig, run_id: str, model_identity: str, ranks: Ranks = _ALONE) -> None:
+        if ranks.world > 1:
+            _check_for_many(config, ranks.world)
+        self._is_first = ranks.rank == 0
         self.root = Path(config.checkpoint_dir).expanduser()
         self._news = News()
         self._errors: list[HeadwaterError] = []
@@ -66,15 +74,25 @@ class CheckpointManager:
         self._run_id = run_id
         self._model_identity = model_identity
         self._previous: dict[tuple[str, str, tuple[int, ...]], int] = {}
-        self._lock = preflight.prepare(self.root)
+        self._lock = preflight.prepare(self.root) if self._is_first else None
+        if self._is_first:
+            votes.clear(self.root)
+            self._remove_uncommitted()
+        else:
+            preflight.make(self.root)
+        native = config.strategy == "native"
+        self._pruner = Pruner(self.root, config, background=native, active=self._is_first)
+        self._native = None
+        if native:
+            lock_fd = self._lock.fileno() if self._lock is not None else None
+            silence_s, timeout_s = config.writer_silence_s, config.vote_timeout_s
+            self._native = NativeSaver(self.root, lock_fd, silence_s, self._saved, ranks, timeout_s)
+
+    def _remove_uncommitted(self) -> None:
         for found in scan(self.root):
             if not found.committed and not found.folder.is_symlink():
                 _log.warning("removing %s: its save never committed", found.folder)
                 discard(found.folder)
-        self._pruner = Pruner(self.root, config, background=config.strategy == "native")
-        self._native = None
-        if config.strategy == "native":
-            self._native = NativeSaver(self.root, self._lock.fileno(), config.writer_silence_s, self._saved)
 
     def close(self) -> None:
         """Wait for what is being written, then let another run use the folder."""
@@ -88,7 +106,9 @@ class CheckpointManager:
             self._native.close()
             self._native = None
         self._pruner.close()
-        self._lock.close()
+        if self._lock is not None and not self._lock.closed:
+            votes.clear(self.root)
+            self._lock.close()
 
     def prepare(self, sizes: Mapping[str, int], pin: bool, tokenizer: Callable[[Path], object] | None) -> None:
         """Make the first save as fast as the others: staging buffers, in the background, and the tokenizer's files.
@@ -97,7 +117,8 @@ class CheckpointManager:
         """
         if self._native is not None:
             self._native.prepare(sizes, pin)
-            self._tokenizer_files.of(tokenizer)
+            if self._is_first:
+                self._tokenizer_files.of(tokenizer)
 
     @property
     def pending(self) -> int:
@@ -204,6 +225,7 @@ class CheckpointManager:
 
         components: chunks of each component, such as {"policy": [...]}. trainer_state: JSON values, without NaN.
         tokenizer: called with a folder to write the tokenizer's files into; with `native`, once.
+        Several ranks each give their own chunks; what else they give is not saved, except rank 0's.
         fences: of the engines that the chunks belong to. may_skip: whether `when_busy: skip` holds for this save.
         watch: made of the chunks' tensors when they held what is to be saved, where that was before this call.
         Returns the new checkpoint's folder if it is committed already, which it is with `sync` unless the save failed
@@ -215,14 +237,17 @@ class CheckpointManager:
         """
         self.raise_error()
         started = time.perf_counter()
+        token = self._native.new_save(step) if self._native is not None else ""
         try:
             chunks = {name: list(parts) for name, parts in components.items()}
             for name in chunks:
                 if not _COMPONENT.fullmatch(name) or name == "tokenizer":
                     raise ValueError(f"{name!r} cannot name a component")
-            small_files = {TRAINER_NAME: trainer_json(trainer_state), "config.yaml": config_yaml.encode()}
+            small_files: dict[str, bytes] = {}
+            if self._is_first:
+                small_files |= {TRAINER_NAME: trainer_json(trainer_state), "config.yaml": config_yaml.encode()}
             self.require_space(_bytes_needed(chunks, small_files))
-            if self._native is not None:
+            if self._native is not None and self._is_first:
                 small_files |= self._tokenizer_files.of(tokenizer)
             order = SaveOrder(
                 step=step,
@@ -241,9 +266,12 @@ class CheckpointManager:
                 self._saved(result)
                 folder = result.folder
             else:
-                saved = self._native.save(order, fences, skip_when_busy=may_skip and self._config.when_busy == "skip")
-        except HeadwaterError as error:
-            if self._config.on_save_error == "stop":
+                may_skip = may_skip and self._config.when_busy == "skip"
+                saved = self._native.save(token, order, fences, skip_when_busy=may_skip)
+        except Exception as error:
+            if self._native is not None:
+                self._native.refuse(token, step, str(error))
+            if not isinstance(error, HeadwaterError) or self._config.on_save_error == "stop":
                 raise
             self._report(error)
             return None
@@ -298,6 +326,20 @@ class CheckpointManager:
             )
         self._last_time = max(time.time_ns(), self._last_time + 1)
         return self._last_time
+
+
+def _check_for_many(config: CheckpointingConfig, world: int) -> None:
+    """Raises UserError for what several ranks cannot do together."""
+    if config.strategy != "native":
+        raise UserError(
+            f"checkpointing.strategy={config.strategy} saves one rank alone, here are {world}: "
+            "set checkpointing.strategy=native"
+        )
+    if config.when_busy == "skip":
+        raise UserError(
+            f"checkpointing.when_busy=skip would let {world} ranks skip different saves: "
+            "set checkpointing.when_busy=wait"
+        )
 
 
 def _bytes_needed(chunks: Mapping[str, Sequence[Chunk]], small_files: Mapping[str, bytes]) -> int:

@@ -5,10 +5,12 @@ save() ──> lease a buffer ──> stage ──> (background) request ──>
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,12 +21,14 @@ from headwater.checkpoint.byte_digest import warm_up
 from headwater.checkpoint.digest import warm_up_device
 from headwater.checkpoint.fence import Fence
 from headwater.checkpoint.host_buffer import BufferPool, Lease, shared_file
+from headwater.checkpoint.ranks import Ranks
 from headwater.checkpoint.save_order import SaveOrder, SaveResult
 from headwater.checkpoint.staging import ComponentPlan, Planner, Stager, Staging
 from headwater.checkpoint.supervisor import Job, Supervisor
 from headwater.checkpoint.write_request import WriteRequest
 from headwater.errors import HeadwaterError
 
+_log = logging.getLogger(__name__)
 _BUSY_TIMEOUT_S = 3600.0
 
 
@@ -32,13 +36,25 @@ class NativeSaver:
     """Saves into `root` through a writer process.
 
     lock_fd: the lock on `root`, held by the writer too, so that no other run begins while one still writes.
-    silence_s: see `Supervisor`. done: called with each save's result, in a background thread.
+    silence_s: see `Supervisor`. done: called with each save's result, in a background thread. ranks: who saves together
+    with this process; vote_timeout_s: how long rank 0's writer then waits for the others.
     """
 
-    def __init__(self, root: Path, lock_fd: int, silence_s: float, done: Callable[[SaveResult], None]) -> None:
+    def __init__(
+        self,
+        root: Path,
+        lock_fd: int | None,
+        silence_s: float,
+        done: Callable[[SaveResult], None],
+        ranks: Ranks,
+        vote_timeout_s: float,
+    ) -> None:
         self._root = root
         self._done = done
-        self._planner = Planner()
+        self._ranks = ranks
+        self._vote_timeout_s = vote_timeout_s
+        self._saves_of_step: Counter[int] = Counter()
+        self._planner = Planner(ranks.rank)
         self._pool = BufferPool(root)
         self._stager = Stager()
         self._supervisor = Supervisor(silence_s, extra_fd=lock_fd)
@@ -82,8 +98,16 @@ class NativeSaver:
             device = torch.device("cuda", torch.cuda.current_device())
             threading.Thread(target=warm_up_device, args=(device,), name="headwater-warm-up", daemon=True).start()
 
-    def save(self, order: SaveOrder, fences: Iterable[Fence], skip_when_busy: bool) -> bool:
-        """Stage; False where no buffer was free and that means to skip.
+    def new_save(self, step: int) -> str:
+        """The token of a save that begins. Several ranks have the same one, so each has to call this at each save."""
+        if self._ranks.world == 1:
+            return secrets.token_hex(16)
+        time_of_step = self._saves_of_step[step]
+        self._saves_of_step[step] += 1
+        return self._ranks.save_token(step, time_of_step)
+
+    def save(self, save: str, order: SaveOrder, fences: Iterable[Fence], skip_when_busy: bool) -> bool:
+        """Stage the save of that token; False where no buffer was free and that means to skip.
 
         Raises as `snapshot` does, UserError where there is no memory, HeadwaterError where no buffer gets free.
         """
@@ -94,7 +118,6 @@ class NativeSaver:
         if lease is None:
             self.skipped += 1
             return False
-        save = secrets.token_hex(16)
         rest = replace(order, chunks={}, watch=None)  # what outlives staging holds no tensor
         with self._changed:
             self._pending[save] = order.step
@@ -145,7 +168,7 @@ class NativeSaver:
                 ordered += [digests[index] for index in plan.layout.order]
             request = WriteRequest(
                 save=save,
-                rank=0,
+                rank=self._ranks.rank,
                 step=order.step,
                 run_id=order.run_id,
                 weight_version=order.weight_version,
@@ -156,6 +179,8 @@ class NativeSaver:
                 digests=tuple(ordered),
                 images=tuple((plan.path, plan.layout.size) for plan in plans.values()),
                 small=order.small_files,
+                world=self._ranks.world,
+                vote_timeout_s=self._vote_timeout_s,
             )
             fd = shared_file(self._root)
             json_bytes = request.to_memfd(fd)
@@ -164,7 +189,10 @@ class NativeSaver:
                 os.close(fd)
             lease.release()
             result.error = HeadwaterError(f"staging of step {order.step} failed: {error}")
-            self._end(save, result)
+            try:
+                self._done(result)
+            finally:
+                self._refuse(save, order.step, str(result.error))
             return
 
         def written(job: Job, measured: dict[str, float], error: HeadwaterError | None) -> None:
@@ -174,6 +202,44 @@ class NativeSaver:
             self._end(save, result)
 
         self._supervisor.submit(Job(self._root, request, fd, json_bytes, lease, tuple(plans), written))
+
+    def refuse(self, save: str, step: int, text: str) -> None:
+        """Let the other ranks know that this one does not save; their writers meet in the order of the saves."""
+        if self._ranks.world > 1:
+            with self._changed:
+                self._pending[save] = step
+            self._stager.then(lambda: self._refuse(save, step, text))
+
+    def _refuse(self, save: str, step: int, text: str) -> None:
+        """In the staging thread. What the writer says of it is of no interest: the trainer knows."""
+        if self._ranks.world == 1:
+            self._forget(save)
+            return
+        ranks, timeout = self._ranks, self._vote_timeout_s
+        request = WriteRequest(
+            save,
+            ranks.rank,
+            step,
+            "",
+            0,
+            "",
+            0,
+            False,
+            (),
+            (),
+            (),
+            world=ranks.world,
+            vote_timeout_s=timeout,
+            refusal=text,
+        )
+        try:
+            fd = shared_file(self._root)
+            job = Job(self._root, request, fd, request.to_memfd(fd), None, (), lambda *_: self._forget(save))
+        except OSError as error:
+            _log.warning("the other ranks cannot be told that this one does not save step %d: %s", step, error)
+            self._forget(save)
+            return
+        self._supervisor.submit(job)
 
     def _end(self, save: str, result: SaveResult) -> None:
         try:

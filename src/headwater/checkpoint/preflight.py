@@ -31,6 +31,14 @@ def explain(error: OSError) -> str:
     return f"{cause}: {remedy + ', or ' if remedy else ''}{_ELSEWHERE}"
 
 
+def make(root: Path) -> None:
+    """Create the folder if need be. Raises UserError with the remedy."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"checkpoint folder {root} cannot be used: {explain(error)}") from None
+
+
 def prepare(root: Path) -> IO[str]:
     """Create the folder, see that it can be written and measured, and lock it for this process.
 

@@ -21,10 +21,14 @@ _TIMEOUT_S = 3600.0
 
 
 class Pruner:
-    """Removes checkpoints of `root` as `config` says. background: in a thread of its own, not in the caller's."""
+    """Removes checkpoints of `root` as `config` says. background: in a thread of its own, not in the caller's.
 
-    def __init__(self, root: Path, config: CheckpointingConfig, background: bool) -> None:
+    active: False where another rank prunes; then metrics are recorded alone.
+    """
+
+    def __init__(self, root: Path, config: CheckpointingConfig, background: bool, active: bool = True) -> None:
         self._root = root
+        self._active = active
         self._config = config
         self._lock = threading.Lock()
         self._metrics: dict[int, float] = {}
@@ -32,7 +36,9 @@ class Pruner:
         self._changed = threading.Condition()
         self._asked = self._done = 0
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name="headwater-prune", daemon=True) if background else None
+        self._thread = (
+            threading.Thread(target=self._run, name="headwater-prune", daemon=True) if background and active else None
+        )
         if self._thread is not None:
             self._thread.start()
 
@@ -58,6 +64,8 @@ class Pruner:
 
     def prune(self) -> None:
         """Remove what is not kept, or begin to; after `close`, do not begin."""
+        if not self._active:
+            return
         if self._thread is None:
             self._prune()
             return

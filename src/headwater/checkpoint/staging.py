@@ -204,6 +204,10 @@ class Stager:
         self._jobs.put(stage_in_background)
         return staging
 
+    def then(self, job: Callable[[], None]) -> None:
+        """Have something done in the background, after what was begun before."""
+        self._jobs.put(job)
+
     def _copy(
         self,
         sources: Mapping[str, Sequence[torch.Tensor]],

@@ -228,6 +228,9 @@ class CheckpointingConfig(Strict):
     """Whether a failed save ends the run, or is reported and training goes on."""
     writer_silence_s: PositiveFloat = 120.0
     """Seconds without a sign of life after which native's writer process is replaced."""
+    vote_timeout_s: PositiveFloat = 600.0
+    """Where several ranks save together: seconds that rank 0's writer, its own files done, waits for the votes of the
+    others before it refuses the save. The others wait for rank 0 twice as long."""
     save_period: PositiveInt = 10
     """Save every this many steps; the last step is saved always."""
     checkpoint_must_save_by: str | None = None
