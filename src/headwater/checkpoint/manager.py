@@ -68,6 +68,7 @@ class CheckpointManager:
         self._news = News()
         self._errors: list[HeadwaterError] = []
         self._changing = threading.RLock()  # news, metrics and retention are touched by native's threads too
+        self._closed = False
         self._last_time = 0
         self._tokenizer_files = TokenizerFiles()
         self._config = config
@@ -95,7 +96,8 @@ class CheckpointManager:
                 discard(found.folder)
 
     def close(self) -> None:
-        """Wait for what is being written, then let another run use the folder."""
+        """Wait for what is being written, then let another run use the folder; nothing can be saved any more."""
+        self._closed = True
         if self._native is not None:
             try:
                 self._native.wait_committed(_COMMIT_TIMEOUT_S)
@@ -239,6 +241,10 @@ class CheckpointManager:
         started = time.perf_counter()
         token = self._native.new_save(step) if self._native is not None else ""
         try:
+            if self._closed:
+                raise HeadwaterError(f"step {step} cannot be saved: the checkpoints in {self.root} are closed")
+            if type(step) is not int or step < 0:
+                raise ValueError(f"a step is a whole number of 0 or more, not {step!r}")
             chunks = {name: list(parts) for name, parts in components.items()}
             for name in chunks:
                 if not _COMPONENT.fullmatch(name) or name == "tokenizer":
@@ -297,7 +303,8 @@ class CheckpointManager:
             self._news.metrics |= {f"checkpoint/{name}": value for name, value in result.measured.items()}
             self._news.metrics["checkpoint/chunks_advanced"] = float(len(result.digests) - repeated)
             self._news.metrics["checkpoint/chunks_repeated"] = float(repeated)
-            self._news.notes.append(f"committed {result.folder}")
+            written_s = result.measured.get("write_s", 0.0)
+            self._news.notes.append(f"committed {result.folder} (written in {written_s:.1f} s)")
             self._pruner.prune()
 
     def _report(self, error: HeadwaterError) -> None:

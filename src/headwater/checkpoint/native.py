@@ -244,6 +244,8 @@ class NativeSaver:
     def _end(self, save: str, result: SaveResult) -> None:
         try:
             self._done(result)
+        except Exception:  # in a thread that other saves need
+            _log.exception("what follows the save of step %s failed", result.step)
         finally:
             self._forget(save)
 

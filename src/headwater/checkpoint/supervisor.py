@@ -99,11 +99,10 @@ class Supervisor:
             broken = self._broken
             if broken is None:
                 self._incoming.append(job)
+                os.eventfd_write(self._wake, 1)
         if broken is not None:
             _release(job)
             job.then(job, {}, broken)
-            return
-        os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
         """End the writer, and return once it is gone. Saves that are not committed are lost."""
@@ -122,14 +121,22 @@ class Supervisor:
                 self._step()
         except BaseException as error:
             _log.exception("the supervisor of the checkpoint writer failed")
-            with self._lock:
-                self._broken = HeadwaterError(f"checkpoints cannot be written any more: {error}")
-                self._jobs += self._incoming
-                self._incoming = []
-            for job in list(self._jobs):
-                self._finish(job, {}, self._broken)
+            self._give_up(HeadwaterError(f"checkpoints cannot be written any more: {error}"))
         finally:
             self._stop()
+            self._give_up(HeadwaterError("the checkpoints were closed before this save was written"))
+
+    def _give_up(self, error: HeadwaterError) -> None:
+        """Tell whoever waits for a save, and from now on whoever submits one."""
+        with self._lock:
+            self._broken = self._broken or error
+            self._jobs += self._incoming
+            self._incoming = []
+        for job in list(self._jobs):
+            try:
+                self._finish(job, {}, error)
+            except Exception:
+                _log.exception("the end of the save of step %s could not be told", job.request.step)
 
     def _step(self) -> None:
         """Wait for whatever comes first and deal with it."""
@@ -153,7 +160,10 @@ class Supervisor:
             if not self._jobs:
                 self._heard = time.monotonic()
             self._jobs.append(job)
-            self._send(job)
+            try:
+                self._send(job)
+            except Exception as error:  # of this save alone
+                self._finish(job, {}, HeadwaterError(f"saving step {job.request.step} failed: {error}"))
         if self._jobs and time.monotonic() - self._heard > self._silence_s:
             self._replace(f"said nothing for {self._silence_s:g} s")
 

@@ -380,6 +380,43 @@ def test_with_both_buffers_busy_the_policy_is_obeyed(policy: str, make: MakeMana
     assert {int(folder.name[5:11]) for folder in root.glob("step_*")} == {1, 2, 4}
 
 
+def test_a_closed_manager_saves_nothing(make: MakeManager, root: Path, tensors: Tensors):
+    manager = make()
+    manager.close()
+    with pytest.raises(HeadwaterError, match=f"step 1 cannot be saved: the checkpoints in {root} are closed"):
+        save(manager, 1, tensors)
+    assert not list(root.glob("step_*"))
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, "3", True])
+def test_steps_are_whole_numbers(step: Any, make: MakeManager, tensors: Tensors):
+    with pytest.raises(ValueError, match="a step is a whole number of 0 or more"):
+        save(make(), step, tensors)
+
+
+def test_a_save_that_is_waiting_when_its_supervisor_ends_is_told_so(make: MakeManager, root: Path, tensors: Tensors):
+    manager = make(on_save_error="continue")
+    pid = stopped_in_a_save(manager, tensors, 1)
+    assert manager._native is not None
+    manager._native.close()
+    manager.wait_committed(10)
+    assert not Path(f"/proc/{pid}").exists()
+    assert any("closed before this save was written" in note for note in manager.take_news().notes)
+
+
+def test_what_goes_wrong_after_a_commit_ends_no_later_save(
+    make: MakeManager, root: Path, tensors: Tensors, monkeypatch: pytest.MonkeyPatch
+):
+    manager = make()
+    with monkeypatch.context() as patch:
+        patch.setattr(manager._pruner, "prune", lambda: 1 / 0)
+        save(manager, 1, tensors)
+        manager.wait_committed(60)
+    save(manager, 2, tensors)
+    manager.wait_committed(60)
+    assert same(stored(root, 2), tensors)
+
+
 @pytest.fixture
 def slow_removal(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set once a checkpoint is really removed, half a second after that is asked for."""
