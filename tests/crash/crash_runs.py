@@ -28,7 +28,7 @@ from headwater.cli.main import main
 from headwater.metrics.sinks import read_jsonl
 
 HERE = Path(__file__).parent
-_COMMITTED = re.compile(r"^committed .*/(step_(\d+)-[0-9a-f]+)$", re.MULTILINE)
+_COMMITTED = re.compile(r"^committed .*/(step_(\d+)-[0-9a-f]+)\b", re.MULTILINE)
 _RESUMED = re.compile(r"^resumed from .*/(step_\d+-[0-9a-f]+)", re.MULTILINE)
 _GONE_S = 5.0
 _REFERENCE_STEPS = 16

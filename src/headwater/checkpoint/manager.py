@@ -105,9 +105,10 @@ class CheckpointManager:
                 _log.error("%s", error)
             for error in self._errors:
                 _log.error("%s", error)
+        self._pruner.close()
+        if self._native is not None:
             self._native.close()
             self._native = None
-        self._pruner.close()
         if self._lock is not None and not self._lock.closed:
             votes.clear(self.root)
             self._lock.close()
