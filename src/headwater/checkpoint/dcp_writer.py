@@ -212,19 +212,7 @@ class HeadwaterWriter(StorageWriter):
         results: list[WriteResult] = []
         for chunk in written:
             part = chunk.staged
-            entry = ChunkEntry(
-                component=self._component,
-                name=part.name,
-                global_shape=part.global_shape,
-                offset=part.offset,
-                shape=part.shape,
-                dtype=part.dtype,
-                file=target.file,
-                begin=chunk.begin,
-                end=chunk.end,
-                digest=part.live_digest,
-            )
-            stored = _StoredTensor(entry, file, chunk.digest)
+            stored = _StoredTensor(chunk.entry(self._component, target.file), file, chunk.digest)
             results.append(WriteResult(indices[part.name, part.offset], chunk.end - chunk.begin, stored))
         return results
 

@@ -125,10 +125,6 @@ class Lease:
         self._sealed = False
         self._released = False
 
-    @property
-    def pinned(self) -> bool:
-        return all(buffer.pinned for buffer in self._buffers.values())
-
     def writable(self, name: str, nbytes: int) -> np.ndarray:
         """uint8 [nbytes] to stage into. Raises HeadwaterError once the lease is sealed or given back."""
         if self._sealed or self._released:

@@ -15,7 +15,7 @@ from headwater.checkpoint.save_order import SaveOrder, SaveResult
 from headwater.checkpoint.small_files import write_tokenizer
 from headwater.checkpoint.snapshot import StagedChunk, snapshot
 from headwater.checkpoint.write_request import difference_text
-from headwater.checkpoint.writer import WrittenChunk, WrittenFile, sync_existing, write_bytes, write_chunks
+from headwater.checkpoint.writer import WrittenFile, sync_existing, write_bytes, write_chunks
 from headwater.errors import HeadwaterError, UserError
 
 
@@ -81,7 +81,7 @@ def _write_components(
         path = f"{component}/rank-00000.safetensors"
         file, written = write_chunks(folder / path, chunks)
         files.append(_file_entry(path, file))
-        entries += [_chunk_entry(component, path, chunk) for chunk in written]
+        entries += [chunk.entry(component, path) for chunk in written]
         differing += [
             f"{component} {chunk.staged.name}" for chunk in written if chunk.digest != chunk.staged.live_digest
         ]
@@ -105,19 +105,3 @@ def _write_small_files(
 
 def _file_entry(path: str, file: WrittenFile) -> FileEntry:
     return FileEntry(path, file.size, file.checksum)
-
-
-def _chunk_entry(component: str, path: str, chunk: WrittenChunk) -> ChunkEntry:
-    staged = chunk.staged
-    return ChunkEntry(
-        component=component,
-        name=staged.name,
-        global_shape=staged.global_shape,
-        offset=staged.offset,
-        shape=staged.shape,
-        dtype=staged.dtype,
-        file=path,
-        begin=chunk.begin,
-        end=chunk.end,
-        digest=staged.live_digest,
-    )

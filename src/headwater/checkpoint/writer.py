@@ -9,6 +9,7 @@ from pathlib import Path
 
 from headwater.checkpoint.byte_digest import Digester, digest_bytes
 from headwater.checkpoint.layout import PAGE, Box, lay_out
+from headwater.checkpoint.manifest import ChunkEntry
 from headwater.checkpoint.snapshot import StagedChunk
 
 __all__ = ["PAGE", "WrittenChunk", "WrittenFile", "sync_existing", "write_bytes", "write_chunks"]
@@ -30,6 +31,21 @@ class WrittenChunk:
     begin: int
     end: int
     digest: int
+
+    def entry(self, component: str, file: str) -> ChunkEntry:
+        """As a manifest lists it, with its live digest."""
+        return ChunkEntry(
+            component=component,
+            name=self.staged.name,
+            global_shape=self.staged.global_shape,
+            offset=self.staged.offset,
+            shape=self.staged.shape,
+            dtype=self.staged.dtype,
+            file=file,
+            begin=self.begin,
+            end=self.end,
+            digest=self.staged.live_digest,
+        )
 
 
 def write_chunks(path: Path, chunks: Sequence[StagedChunk]) -> tuple[WrittenFile, list[WrittenChunk]]:
