@@ -445,7 +445,8 @@ def test_a_killed_writer_is_replaced_and_the_same_save_commits(
     assert news["checkpoint/writer_restarts"] == 1
     assert other.take_news().metrics["checkpoint/writer_restarts"] == 0
     if writes_again is not None:
-        assert (news["checkpoint/bytes"] > 0) == writes_again
+        # Rank 0 may have committed before the death was noticed: then nothing was written, nor measured.
+        assert (news.get("checkpoint/bytes", 0.0) > 0) == writes_again
     assert_stored(root, 1)
     for number, each in enumerate(managers):
         save(each, number, 2)
