@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+_ORIGINS = [(0,) * dimensions for dimensions in range(65)]  # torch has at most 64
 
-@dataclass(frozen=True)
-class Chunk:
+
+class Chunk(NamedTuple):
     """A live tensor and where it sits in the global one.
 
     name: Hugging Face parameter name for a weight; `optimizer.state.<state>.<parameter name>` for
@@ -29,5 +30,5 @@ class Chunk:
     @classmethod
     def whole(cls, name: str, tensor: torch.Tensor, *, changes_in_forward: bool = False) -> Chunk:
         """A chunk that is the whole tensor."""
-        shape = tuple(tensor.shape)
-        return cls(name, tensor, shape, (0,) * len(shape), changes_in_forward)
+        shape = tensor.shape
+        return cls(name, tensor, shape, _ORIGINS[len(shape)], changes_in_forward)

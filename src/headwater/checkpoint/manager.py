@@ -20,6 +20,7 @@ from typing import Any
 from headwater.checkpoint import preflight, votes
 from headwater.checkpoint.catalog import Found, newest, scan
 from headwater.checkpoint.chunk import Chunk
+from headwater.checkpoint.collector import collector_paused
 from headwater.checkpoint.commit import discard
 from headwater.checkpoint.fence import Fence
 from headwater.checkpoint.layout import PAGE
@@ -78,7 +79,7 @@ class CheckpointManager:
         self._lock = preflight.prepare(self.root) if self._is_first else None
         if self._is_first:
             votes.clear(self.root)
-            self._remove_uncommitted()
+            self._last_time = self._look_around()
         else:
             preflight.make(self.root)
         native = config.strategy == "native"
@@ -89,11 +90,14 @@ class CheckpointManager:
             silence_s, timeout_s = config.writer_silence_s, config.vote_timeout_s
             self._native = NativeSaver(self.root, lock_fd, silence_s, self._saved, ranks, timeout_s)
 
-    def _remove_uncommitted(self) -> None:
-        for found in scan(self.root):
+    def _look_around(self) -> int:
+        """Remove what never committed; when the last checkpoint here was saved, in ns of the epoch, 0 if none was."""
+        saves = scan(self.root)
+        for found in saves:
             if not found.committed and not found.folder.is_symlink():
                 _log.warning("removing %s: its save never committed", found.folder)
                 discard(found.folder)
+        return max((found.manifest.saved_at_ns for found in saves if found.manifest), default=0)
 
     def close(self) -> None:
         """Wait for what is being written, then let another run use the folder; nothing can be saved any more."""
@@ -212,6 +216,7 @@ class CheckpointManager:
             return f"Move it out of {self.root} to start anew"
         return f"Move it out of {self.root} to resume from {older[-1].name}"
 
+    @collector_paused()
     def save(
         self,
         step: int,
@@ -306,7 +311,8 @@ class CheckpointManager:
             self._news.metrics["checkpoint/chunks_repeated"] = float(repeated)
             written_s = result.measured.get("write_s", 0.0)
             self._news.notes.append(f"committed {result.folder} (written in {written_s:.1f} s)")
-            self._pruner.prune()
+            assert result.folder is not None
+            self._pruner.committed(result.folder, result.step, result.saved_at_ns)
 
     def _report(self, error: HeadwaterError) -> None:
         with self._changing:
@@ -328,10 +334,6 @@ class CheckpointManager:
 
     def _next_time(self) -> int:
         """Now, but later than every checkpoint here, also when the clock was set back."""
-        if not self._last_time:
-            self._last_time = max(
-                (found.manifest.saved_at_ns for found in scan(self.root) if found.manifest), default=0
-            )
         self._last_time = max(time.time_ns(), self._last_time + 1)
         return self._last_time
 

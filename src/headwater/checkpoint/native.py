@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from headwater.checkpoint.byte_digest import warm_up
+from headwater.checkpoint.copy_stream import copy_stream
 from headwater.checkpoint.digest import warm_up_device
 from headwater.checkpoint.fence import Fence
 from headwater.checkpoint.host_buffer import BufferPool, Lease, shared_file
@@ -96,7 +97,7 @@ class NativeSaver:
         self._pool.prepare({name: nbytes + nbytes // 100 + (4 << 20) for name, nbytes in sizes.items()}, pin)
         if pin:
             device = torch.device("cuda", torch.cuda.current_device())
-            threading.Thread(target=warm_up_device, args=(device,), name="headwater-warm-up", daemon=True).start()
+            threading.Thread(target=_warm_up_device, args=(device,), name="headwater-warm-up", daemon=True).start()
 
     def new_save(self, step: int) -> str:
         """The token of a save that begins. Several ranks have the same one, so each has to call this at each save."""
@@ -154,7 +155,7 @@ class NativeSaver:
         self, save: str, order: SaveOrder, plans: Mapping[str, ComponentPlan], lease: Lease, staging: Staging
     ) -> None:
         """In the staging thread: hand the save over to the writer."""
-        result = SaveResult(order.step, measured={"stage_s": staging.seconds})
+        result = SaveResult(order.step, order.saved_at_ns, measured={"stage_s": staging.seconds})
         if staging.copy_seconds:
             result.measured["copy_s"] = staging.copy_seconds
         fd = -1
@@ -273,3 +274,9 @@ class NativeSaver:
         self._stager.close()
         self._supervisor.close()
         self._pool.close()
+
+
+def _warm_up_device(device: torch.device) -> None:
+    """What a first save from there would wait for, and what saves keep there."""
+    copy_stream(device)
+    warm_up_device(device)

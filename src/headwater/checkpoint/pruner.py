@@ -6,6 +6,7 @@ import logging
 import math
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,6 +61,16 @@ class Pruner:
                 self._metrics[step] = float(value)
             else:
                 self._metrics.pop(step, None)
+        self.prune()
+
+    def committed(self, folder: Path, step: int, saved_at_ns: int) -> None:
+        """Take note of a checkpoint that this process committed, then prune.
+
+        Its manifest is as it was written, so that nobody has to read thousands of entries for these two numbers.
+        """
+        if self._active:
+            with suppress(OSError):
+                self._readable[folder.name] = (_version(folder), Saved(folder.name, step, saved_at_ns))
         self.prune()
 
     def prune(self) -> None:
@@ -123,10 +134,9 @@ class Pruner:
     def _saved_in(self, folder: Path) -> Saved | None:
         """A committed, readable checkpoint; its manifest is read again only where the file was touched."""
         try:
-            status = (folder / MANIFEST_NAME).stat()
+            version = _version(folder)
         except OSError:
             return None
-        version = (status.st_ino, status.st_size, status.st_mtime_ns)
         known, saved = self._readable.get(folder.name, (None, None))
         if known != version or saved is None:
             found = look_at(folder)
@@ -135,3 +145,9 @@ class Pruner:
             saved = Saved(folder.name, found.step, found.manifest.saved_at_ns)
             self._readable[folder.name] = (version, saved)
         return replace(saved, pinned=pinned(folder))
+
+
+def _version(folder: Path) -> tuple[int, int, int]:
+    """Another one where the manifest was written or replaced. Raises OSError where there is none."""
+    status = (folder / MANIFEST_NAME).stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns

@@ -34,11 +34,12 @@ class SaveOrder:
 class SaveResult:
     """How a save ended.
 
-    digests: live ones, by component, name and offset of the chunk. measured: seconds and bytes, by metric name
+    saved_at_ns: of the order. digests: live ones, by component, name and offset of the chunk. measured: seconds and bytes, by metric name
     without its group. error: None if committed.
     """
 
     step: int
+    saved_at_ns: int
     folder: Path | None = None
     digests: dict[tuple[str, str, tuple[int, ...]], int] = field(default_factory=dict)
     measured: dict[str, float] = field(default_factory=dict)

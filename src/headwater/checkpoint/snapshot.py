@@ -81,13 +81,16 @@ def _host_copy(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _check_box(chunk: Chunk) -> None:
-    shape = tuple(chunk.tensor.shape)
+    shape = chunk.tensor.shape
+    if shape == chunk.global_shape and not any(chunk.offset) and len(shape) == len(chunk.offset):
+        return  # the whole tensor, as most are
     if not len(shape) == len(chunk.global_shape) == len(chunk.offset) or any(
         first < 0 or first + size > whole
         for first, size, whole in zip(chunk.offset, shape, chunk.global_shape, strict=True)
     ):
         raise ValueError(
-            f"chunk {chunk.name}: a box of shape {shape} at offset {chunk.offset} does not lie in {chunk.global_shape}"
+            f"chunk {chunk.name}: a box of shape {tuple(shape)} at offset {chunk.offset} "
+            f"does not lie in {chunk.global_shape}"
         )
 
 

@@ -15,6 +15,7 @@ import math
 import queue
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -23,6 +24,7 @@ import numpy as np
 import torch
 
 from headwater.checkpoint.chunk import Chunk
+from headwater.checkpoint.copy_stream import copy_stream
 from headwater.checkpoint.digest import device_sums, digests, finish
 from headwater.checkpoint.dtypes import dtype_name
 from headwater.checkpoint.host_buffer import Lease
@@ -46,22 +48,22 @@ class ComponentPlan:
     parts: name, dtype, shape, global shape and offset of each chunk, in the order given.
     """
 
-    def __init__(self, component: str, parts: tuple[_Part, ...], rank: int) -> None:
+    def __init__(self, component: str, parts: Sequence[_Part], rank: int) -> None:
         self.path = rank_file(component, rank)
         self._component = component
-        self._parts = parts
+        self.parts = parts
 
     @cached_property
     def size_bound(self) -> int:
         """Bytes that the file will not exceed."""
-        headers = sum(12 * len(name) + 150 + 50 * len(shape) for name, _, shape, _, _ in self._parts)
-        return sum(dtype.itemsize * math.prod(shape) for _, dtype, shape, _, _ in self._parts) + headers + 2 * PAGE
+        headers = sum(12 * len(name) + 150 + 50 * len(shape) for name, _, shape, _, _ in self.parts)
+        return sum(dtype.itemsize * math.prod(shape) for _, dtype, shape, _, _ in self.parts) + headers + 2 * PAGE
 
     @cached_property
     def _boxes(self) -> list[Box]:
         return [
             Box(name, dtype_name(dtype), tuple(shape), global_shape, offset)
-            for name, dtype, shape, global_shape, offset in self._parts
+            for name, dtype, shape, global_shape, offset in self.parts
         ]
 
     @cached_property
@@ -71,7 +73,7 @@ class ComponentPlan:
     @cached_property
     def keys(self) -> tuple[_Key, ...]:
         """Component, name and offset of each chunk, in the order given."""
-        return tuple((self._component, name, offset) for name, _, _, _, offset in self._parts)
+        return tuple((self._component, name, offset) for name, _, _, _, offset in self.parts)
 
     @cached_property
     def structure(self) -> bytes:
@@ -99,17 +101,18 @@ class Planner:
     def __init__(self, rank: int = 0, remembered: int = 8) -> None:
         self._rank = rank
         self._remembered = remembered
-        self._plans: dict[tuple[object, ...], ComponentPlan] = {}
+        self._plans: dict[str, list[ComponentPlan]] = defaultdict(list)  # of a component, the newest first
 
     def plan(self, component: str, chunks: Sequence[Chunk]) -> ComponentPlan:
         """Raises as `snapshot` does for chunks that cannot be saved."""
-        parts = tuple([(c.name, c.tensor.dtype, c.tensor.shape, c.global_shape, c.offset) for c in chunks])
-        plan = self._plans.get((component, parts))
+        parts = [(c.name, c.tensor.dtype, c.tensor.shape, c.global_shape, c.offset) for c in chunks]
+        known = self._plans[component]
+        plan = next((plan for plan in known if plan.parts == parts), None)
         if plan is None:
             check_boxes(chunks)
-            while len(self._plans) >= self._remembered:
-                del self._plans[next(iter(self._plans))]
-            plan = self._plans[component, parts] = ComponentPlan(component, parts, self._rank)
+            plan = ComponentPlan(component, parts, self._rank)
+            known.insert(0, plan)
+            del known[self._remembered :]
         for chunk in chunks:
             check_storage(chunk)
         return plan
@@ -151,7 +154,6 @@ class Stager:
     """Copies in a thread of its own, and on CUDA in a stream of its own. Close it when no save follows."""
 
     def __init__(self) -> None:
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="headwater-staging", daemon=True)
         self._thread.start()
@@ -188,7 +190,7 @@ class Stager:
             try:
                 live.compute_on_host()
                 staging.copy_seconds = self._copy(sources, plans, lease, behind)
-                values = live.values(self._stream)
+                values = live.values()
                 _require_unchanged(seen, chunks, label)
                 for name, plan in plans.items():
                     staging.digests[name], values = values[: len(plan.keys)], values[len(plan.keys) :]
@@ -220,27 +222,18 @@ class Stager:
         spans = []
         try:
             for device, event in behind.items():
-                stream = self._stream(device)
+                stream = copy_stream(device)
                 stream.wait_event(event)
                 begin = stream.record_event(torch.cuda.Event(enable_timing=True))
                 spans.append((begin, end := torch.cuda.Event(enable_timing=True), stream))
                 with torch.cuda.stream(stream):
-                    for target, source in copies:
-                        if source.device == device:
-                            target.copy_(source, non_blocking=True)
+                    _copy_together([copy for copy in copies if copy[1].device == device])
                 stream.record_event(end)
-            for target, source in copies:
-                if not source.is_cuda:
-                    target.copy_(source)
+            _copy_together([copy for copy in copies if not copy[1].is_cuda])
         finally:
             for _, _, stream in spans:  # whatever happens: nothing is read or written any more
                 stream.synchronize()
         return max((begin.elapsed_time(end) / 1000 for begin, end, _ in spans), default=0.0)
-
-    def _stream(self, device: torch.device) -> torch.cuda.Stream:
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        return self._streams[device]
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -252,7 +245,7 @@ class Stager:
 
 def _source(chunk: Chunk) -> torch.Tensor:
     """What is copied in the background: the live tensor, or its copy where a forward pass would change that."""
-    tensor = chunk.tensor.detach()
+    tensor = chunk.tensor.detach()  # keeps the memory, should someone move the tensor who does not ask the fence
     return tensor.clone() if chunk.changes_in_forward else tensor
 
 
@@ -269,9 +262,20 @@ def _copies(sources: Sequence[torch.Tensor], layout: FileLayout, lease: Lease, n
     image = lease.writable(name, layout.size)
     image[: len(layout.header)] = np.frombuffer(layout.header, np.uint8)
     whole = torch.from_numpy(image)
+    views: dict[torch.dtype, torch.Tensor] = {}  # of the whole image, whose chunks are aligned
     for source, (begin, end) in zip(sources, layout.ranges, strict=True):
         if begin < end:
-            yield whole[begin:end].view(source.dtype).view(source.shape), source
+            dtype = source.dtype
+            if dtype not in views:
+                views[dtype] = whole[: len(image) // dtype.itemsize * dtype.itemsize].view(dtype)
+            yield views[dtype][begin // dtype.itemsize : end // dtype.itemsize].view(source.shape), source
+
+
+def _copy_together(copies: Sequence[_Copy]) -> None:
+    """One call for all, during which training may have the interpreter."""
+    if copies:
+        targets, sources = zip(*copies, strict=True)
+        torch._foreach_copy_(targets, sources, non_blocking=True)
 
 
 def _require_unchanged(watch: Watch, chunks: Mapping[str, Sequence[Chunk]], label: str) -> None:
@@ -294,21 +298,26 @@ class _LiveDigests:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._nbytes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-        self._on_host = [(index, tensor) for index, tensor in enumerate(tensors) if not tensor.is_cuda]
+        self._on_host: list[tuple[int, torch.Tensor]] = []
         self._known: dict[int, int] = {}
         self._sums: list[tuple[list[int], torch.Tensor]] = []
-        for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
-            there = [index for index, tensor in enumerate(tensors) if tensor.device == device]
+        on_device: dict[torch.device, list[int]] = defaultdict(list)
+        for index, tensor in enumerate(tensors):
+            if tensor.is_cuda:
+                on_device[tensor.device].append(index)
+            else:
+                self._on_host.append((index, tensor))
+        for there in on_device.values():
             self._sums.append((there, device_sums([tensors[index] for index in there])))
 
     def compute_on_host(self) -> None:
         values = digests([tensor for _, tensor in self._on_host])
         self._known |= {index: value for (index, _), value in zip(self._on_host, values, strict=True)}
 
-    def values(self, stream: Callable[[torch.device], torch.cuda.Stream]) -> list[int]:
-        """stream: of a device, one that runs behind the digests but not behind what training asks for meanwhile."""
+    def values(self) -> list[int]:
+        """Asked for after the copies, whose stream runs behind the digests."""
         for indices, sums in self._sums:
-            with torch.cuda.stream(stream(sums.device)):
+            with torch.cuda.stream(copy_stream(sums.device)):
                 totals = sums.tolist()
             for index, total in zip(indices, totals, strict=True):
                 self._known[index] = finish(total, self._nbytes[index])

@@ -17,6 +17,7 @@ import torch
 from headwater.checkpoint.background import Background, Job
 from headwater.checkpoint.catalog import scan
 from headwater.checkpoint.chunk import Chunk
+from headwater.checkpoint.collector import collector_paused
 from headwater.checkpoint.fence import Fence
 from headwater.checkpoint.manager import CheckpointManager
 from headwater.checkpoint.reader import Checkpoint
@@ -94,6 +95,7 @@ class AsyncCheckpointer:
         self._finish_job()
         return self._manager.pending
 
+    @collector_paused()
     def save(self, step: int, state_dict: Mapping[str, Any]) -> None:
         """Stage a checkpoint and return; a background process writes and commits it.
 

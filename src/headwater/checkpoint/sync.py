@@ -52,7 +52,7 @@ def save_now(root: Path, order: SaveOrder, tokenizer: Callable[[Path], object] |
         "bytes": float(sum(file.size for file in files)),
     }
     digests = {(entry.component, entry.name, entry.offset): entry.digest for entry in entries}
-    return SaveResult(order.step, folder, digests, measured)
+    return SaveResult(order.step, order.saved_at_ns, folder, digests, measured)
 
 
 @contextmanager
