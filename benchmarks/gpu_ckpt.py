@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,9 @@ from headwater.checkpoint.fence import Fence
 from headwater.checkpoint.host_buffer import BufferPool, HostBuffer
 from headwater.checkpoint.image_file import ImageFile
 from headwater.checkpoint.manager import CheckpointManager
+from headwater.checkpoint.plan import Planner
 from headwater.checkpoint.reader import verify
-from headwater.checkpoint.staging import Planner, Stager, Staging
+from headwater.checkpoint.staging import Stager, Staging
 from headwater.config.schema import CheckpointingConfig
 
 DEVICE = torch.device("cuda", 0)
@@ -72,13 +73,11 @@ class Training:
         if save is not None:
             save()
 
-    def chunks(self) -> list[Chunk]:
-        chunks = []
+    def chunks(self) -> Iterator[Chunk]:
         for name, parameter in self.model.named_parameters():
-            chunks.append(Chunk.whole(name, parameter))
+            yield Chunk.whole(name, parameter)
             for key, value in self.optimizer.state[parameter].items():
-                chunks.append(Chunk.whole(f"optimizer.state.{key}.{name}", value))
-        return chunks
+                yield Chunk.whole(f"optimizer.state.{key}.{name}", value)
 
     def nbytes(self) -> int:
         return sum(chunk.tensor.numel() * chunk.tensor.element_size() for chunk in self.chunks())
@@ -103,7 +102,7 @@ class StageOnly:
 
     def save(self) -> None:
         begin = time.perf_counter()
-        chunks = {"policy": self._training.chunks()}
+        chunks = {"policy": list(self._training.chunks())}
         plans = {"policy": self._planner.plan("policy", chunks["policy"])}
         lease = self._pool.acquire({"policy": plans["policy"].size_bound}, True, 60.0)
         assert lease is not None
@@ -222,7 +221,7 @@ def interference(training: Training, folder: Path, report: dict[str, Any]) -> No
     report["save_call_ms"] = [1e3 * seconds for seconds in saving.calls]
     calls, saves = report["stall_ms"], report["save_call_ms"]
     print(
-        f"{nbytes / 1e9:.2f} GB in {len(training.chunks())} chunks: call {statistics.median(calls):.1f} ms "
+        f"{nbytes / 1e9:.2f} GB in {len(list(training.chunks()))} chunks: call {statistics.median(calls):.1f} ms "
         f"(largest {max(calls):.1f}), of the whole save {statistics.median(saves):.1f} ms (largest {max(saves):.1f}); "
         f"copied at {statistics.median(report['copied_gb_s']):.1f} GB/s; "
         f"loss {training.losses[0].item():.2f} -> {training.losses[-1].item():.2f}",
@@ -282,6 +281,7 @@ def whole_saves(training: Training, folder: Path, count: int, report: dict[str, 
 def memory_loop(gb: float, folder: Path, arm: str) -> None:
     """Prints the device's used bytes after each offload."""
     training = Training(gb * 1e9, 8)
+    training.step()  # has the moments made, whose bytes are prepared for
     saving = Saving(training, folder / "memory", "wait") if arm != "no checkpoints" else None
     used = []
     for _ in range(5):

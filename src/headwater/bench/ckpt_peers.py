@@ -33,12 +33,16 @@ class _Dcp:
     def __init__(self, setup: Setup) -> None:
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+        class KeptStager(DefaultStager):
+            def close(self) -> None:
+                """Some versions close it behind each save; its memory would be allocated anew."""
+
         cuda = setup.device.type == "cuda"
         if self._in_process:
             _require_shared_memory(setup.state)
         self._folders = Folders(setup.root)
         self._threads = setup.write_threads
-        self._stager = DefaultStager(
+        self._stager = KeptStager(
             StagingOptions(
                 use_pinned_memory=cuda,
                 use_shared_memory=self._in_process,
@@ -46,6 +50,7 @@ class _Dcp:
                 use_non_blocking_copy=cuda,
             )
         )
+        self._close_stager = functools.partial(DefaultStager.close, self._stager)
         self._response: Any = None
 
     def save(self, step: int, state: State) -> None:
@@ -79,7 +84,7 @@ class _Dcp:
     def close(self) -> None:
         with suppress(Exception):  # a failed save was reported where it was waited for
             self._wait_written()
-        self._stager.close()
+        self._close_stager()
         self._folders.close()
 
 

@@ -44,6 +44,8 @@ class ImageFile:
         begin = self._write_direct(begin, -(-end // PAGE) * PAGE)
         while begin < end:
             count = os.pwrite(self._buffered, self._image[begin:end].data, begin)
+            if count == 0:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
             begin += count
             self._wrote(count)
         with self._lock:
@@ -61,6 +63,8 @@ class ImageFile:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
+                return begin
+            if count == 0:
                 return begin
             self._wrote(count)
             begin += count

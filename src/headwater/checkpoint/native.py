@@ -22,9 +22,10 @@ from headwater.checkpoint.copy_stream import copy_stream
 from headwater.checkpoint.digest import warm_up_device
 from headwater.checkpoint.fence import Fence
 from headwater.checkpoint.host_buffer import BufferPool, Lease, shared_file
+from headwater.checkpoint.plan import ComponentPlan, Planner
 from headwater.checkpoint.ranks import Ranks
 from headwater.checkpoint.save_order import SaveOrder, SaveResult
-from headwater.checkpoint.staging import ComponentPlan, Planner, Stager, Staging
+from headwater.checkpoint.staging import Stager, Staging
 from headwater.checkpoint.supervisor import Job, Supervisor
 from headwater.checkpoint.write_request import WriteRequest
 from headwater.errors import HeadwaterError

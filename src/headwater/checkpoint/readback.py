@@ -71,14 +71,17 @@ def _pieces(path: Path, begin: int, end: int | None) -> Iterator[np.ndarray]:
     """The range's bytes in order, each piece valid until the next one is asked for."""
     buffer = np.frombuffer(mmap.mmap(-1, _PIECE), np.uint8)
     with _opened(path) as descriptor:
+        size = os.fstat(descriptor).st_size
+        end = size if end is None else min(end, size)
         position = begin - begin % PAGE  # what passes the page cache by has to lie on pages
-        while end is None or position < end:
+        while position < end:
             count = os.preadv(descriptor, [buffer.data], position)
-            first, last = max(begin - position, 0), count if end is None else min(count, end - position)
-            yield buffer[first:last]
+            if position + count < end:
+                count -= count % PAGE
+                if count == 0:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+            yield buffer[max(begin - position, 0) : min(count, end - position)]
             position += count
-            if count == 0 or count % PAGE:  # the file's end: behind it, nothing lies on a page any more
-                return
 
 
 @contextmanager

@@ -34,8 +34,8 @@ class SaveOrder:
 class SaveResult:
     """How a save ended.
 
-    saved_at_ns: of the order. digests: live ones, by component, name and offset of the chunk. measured: seconds and bytes, by metric name
-    without its group. error: None if committed.
+    saved_at_ns: of the order. digests: live ones, by component, name and offset of the chunk. measured: seconds and
+    bytes, by metric name without its group. error: None if committed.
     """
 
     step: int

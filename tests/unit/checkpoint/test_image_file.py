@@ -79,6 +79,20 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert expected.tobytes() == (tmp_path / "file").read_bytes()
 
 
+@pytest.mark.parametrize("direct", [True, False], ids=["direct writes", "all writes"])
+def test_a_write_that_takes_nothing_is_no_endless_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool):
+    def pwrite(descriptor: int, data: Any, offset: int) -> int:
+        ordinary = not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT
+        return REAL_PWRITE(descriptor, data, offset) if direct and ordinary else 0
+
+    monkeypatch.setattr(image_file.os, "pwrite", pwrite)
+    if direct:
+        assert write(tmp_path / "file", PIECE + 100).tobytes() == (tmp_path / "file").read_bytes()
+    else:
+        with pytest.raises(OSError, match="Input/output error"):
+            write(tmp_path / "file", PIECE + 100)
+
+
 def test_each_file_is_synced_once_all_of_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     sizes: list[int] = []
     real = os.fsync

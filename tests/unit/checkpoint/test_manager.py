@@ -327,6 +327,7 @@ def test_time_of_saving_rises_when_the_clock_is_set_back(
     before = read_manifest(save(1, manager)).saved_at_ns
     monkeypatch.setattr(manager_module.time, "time_ns", lambda: 5)
     assert read_manifest(save(2, manager)).saved_at_ns == before + 1
+    assert read_manifest(save(2, make_manager())).saved_at_ns == before + 2
 
 
 @pytest.mark.parametrize("damage", ["manifest", "cut", "missing"])

@@ -148,6 +148,20 @@ def test_files_and_ranges_of_any_size_are_read_whole(
         read_back(tmp_path, [FileEntry("file", size, entry.checksum ^ 1)], [])
 
 
+def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    real, data = os.preadv, np.random.default_rng(0).integers(0, 256, 50_000, dtype=np.uint8).tobytes()
+    monkeypatch.setattr(os, "preadv", lambda *args: min(real(*args), 9000))
+    read_back(tmp_path, [write(tmp_path, data)], [])
+    assert readback._digest(tmp_path / "file", 30_001, 40_001) == digest_bytes(data[30_001:40_001])
+
+
+def test_a_read_that_gives_nothing_is_no_endless_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    entry = write(tmp_path, bytes(50_000))
+    monkeypatch.setattr(os, "preadv", lambda *_: 0)
+    with pytest.raises(OSError, match=r"Input/output error.*file"):
+        read_back(tmp_path, [entry], [])
+
+
 def test_a_file_that_lost_its_end_is_refused(tmp_path: Path):
     entry = write(tmp_path, bytes(range(256)) * 40)
     os.truncate(tmp_path / "file", 10_000)

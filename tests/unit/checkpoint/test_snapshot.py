@@ -54,9 +54,10 @@ def test_two_chunks_at_one_place_are_refused():
         snapshot([Chunk.whole("w", torch.ones(2)), Chunk.whole("w", torch.ones(2))])
 
 
-def test_box_outside_of_its_global_tensor_is_refused():
+@pytest.mark.parametrize(("whole", "offset"), [((4, 4), (3, 0)), ((2, 4), (0, 1)), ((2, 4), (0,)), ((2,), (0, 0))])
+def test_box_outside_of_its_global_tensor_is_refused(whole: tuple[int, ...], offset: tuple[int, ...]):
     with pytest.raises(ValueError, match="does not lie in"):
-        snapshot([Chunk("w", torch.ones(2, 4), (4, 4), (3, 0))])
+        snapshot([Chunk("w", torch.ones(2, 4), whole, offset)])
 
 
 def test_dtype_that_the_format_lacks_is_refused():

@@ -8,7 +8,8 @@ import torch
 
 from headwater.checkpoint.chunk import Chunk
 from headwater.checkpoint.host_buffer import BufferPool
-from headwater.checkpoint.staging import Planner, Stager, Staging
+from headwater.checkpoint.plan import Planner
+from headwater.checkpoint.staging import Stager, Staging
 
 
 @pytest.mark.parametrize("name", ["w", "é" * 900, "😀" * 900, "\n" * 900], ids=["short", "umlauts", "emoji", "escapes"])
