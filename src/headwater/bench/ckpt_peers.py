@@ -33,16 +33,12 @@ class _Dcp:
     def __init__(self, setup: Setup) -> None:
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-        class KeptStager(DefaultStager):
-            def close(self) -> None:
-                """Some versions close it behind each save; its memory would be allocated anew."""
-
         cuda = setup.device.type == "cuda"
         if self._in_process:
             _require_shared_memory(setup.state)
         self._folders = Folders(setup.root)
         self._threads = setup.write_threads
-        self._stager = KeptStager(
+        self._stager = DefaultStager(
             StagingOptions(
                 use_pinned_memory=cuda,
                 use_shared_memory=self._in_process,
@@ -50,7 +46,9 @@ class _Dcp:
                 use_non_blocking_copy=cuda,
             )
         )
-        self._close_stager = functools.partial(DefaultStager.close, self._stager)
+        memory: Any = self._stager._state_dict_stager
+        self._free_memory = memory.close
+        memory.close = lambda: None  # torch 2.11 closes it behind each save, and the next one fails
         self._response: Any = None
 
     def save(self, step: int, state: State) -> None:
@@ -84,7 +82,8 @@ class _Dcp:
     def close(self) -> None:
         with suppress(Exception):  # a failed save was reported where it was waited for
             self._wait_written()
-        self._close_stager()
+        self._stager.close()
+        self._free_memory()
         self._folders.close()
 
 

@@ -144,9 +144,13 @@ class Stager:
                 begin = stream.record_event(torch.cuda.Event(enable_timing=True))
                 spans.append((begin, end := torch.cuda.Event(enable_timing=True), stream))
                 with torch.cuda.stream(stream):
-                    _copy_together([copy for copy in copies if copy[1].device == device])
+                    for target, source in copies:
+                        if source.device == device:
+                            target.copy_(source, non_blocking=True)
                 stream.record_event(end)
-            _copy_together([copy for copy in copies if not copy[1].is_cuda])
+            for target, source in copies:
+                if not source.is_cuda:
+                    target.copy_(source)
         finally:
             for _, _, stream in spans:  # whatever happens: nothing is read or written any more
                 stream.synchronize()
@@ -186,13 +190,6 @@ def _copies(sources: Sequence[torch.Tensor], layout: FileLayout, lease: Lease, n
             if dtype not in views:
                 views[dtype] = whole[: len(image) // dtype.itemsize * dtype.itemsize].view(dtype)
             yield views[dtype][begin // dtype.itemsize : end // dtype.itemsize].view(source.shape), source
-
-
-def _copy_together(copies: Sequence[_Copy]) -> None:
-    """One call for all, during which training may have the interpreter."""
-    if copies:
-        targets, sources = zip(*copies, strict=True)
-        torch._foreach_copy_(targets, sources, non_blocking=True)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _require_unchanged(watch: Watch, chunks: Mapping[str, Sequence[Chunk]], label: str) -> None:
