@@ -60,9 +60,9 @@ def tiny_config() -> Config:
 def make_engine(tiny_model: Path):
     """An engine over the tiny model, for a recipe with overrides."""
 
-    def make(*overrides: str, trainable: bool = True) -> TorchEngine:
-        config = load_config("grpo_tiny", overrides).config
-        return TorchEngine(config.policy, tiny_model, torch.device("cpu"), trainable=trainable)
+    def make(*overrides: str, trainable: bool = True, moves_on_host: bool = False) -> TorchEngine:
+        policy = load_config("grpo_tiny", overrides).config.policy
+        return TorchEngine(policy, tiny_model, torch.device("cpu"), trainable=trainable, moves_on_host=moves_on_host)
 
     return make
 

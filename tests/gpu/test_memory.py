@@ -14,6 +14,7 @@ from headwater.checkpoint.chunk import Chunk
 from headwater.checkpoint.fence import Fence
 from headwater.checkpoint.manager import CheckpointManager
 from headwater.config.schema import CheckpointingConfig
+from headwater.engines.torch.offload import Parking
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,7 +28,7 @@ def loop(folder: str, prepared: bool, saves: bool) -> None:
     """Prints the bytes in use on the device after each offload, as the device itself counts them."""
     model = torch.nn.Sequential(*[torch.nn.Linear(4096, 4096, device="cuda") for _ in range(3)])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-    fence = Fence()
+    fence, parking = Fence(), Parking("the test's state")
     manager = None
     used, losses = [], []
     for step in range(1, ROUNDS + 1):
@@ -52,14 +53,13 @@ def loop(folder: str, prepared: bool, saves: bool) -> None:
         if manager and saves:
             chunks = [Chunk.whole(*item) for item in state.items()]
             manager.save(step, {"policy": chunks}, {}, "", None, step, [fence])
-        fence.wait()
-        move(model, optimizer, "cpu")
         del inputs, loss, state
+        parking.park([*model.parameters(), *(v for s in optimizer.state.values() for v in s.values())], fence.wait())
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
         used.append(total - free)
-        move(model, optimizer, "cuda")
+        parking.bring_back()
     if manager:
         if saves:
             manager.wait_committed()
@@ -71,12 +71,6 @@ def loop(folder: str, prepared: bool, saves: bool) -> None:
         manager.close()
     assert losses[-1] < losses[0], "nothing trained"
     sys.stdout.write(json.dumps(used) + "\n")
-
-
-def move(model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: str) -> None:
-    tensors = [*model.parameters(), *(v for s in optimizer.state.values() for v in s.values() if v.dim())]
-    for tensor in tensors:
-        tensor.data = tensor.data.to(device)
 
 
 def used_by(folder: Path, prepared: bool, saves: bool) -> list[int]:

@@ -30,15 +30,20 @@ class Fence:
         """From now on `wait` waits for this one too."""
         self._readers.append(reader)
 
-    def wait(self) -> None:
-        """Call before any storage is written, freed or moved. Raises HeadwaterError on a timeout."""
+    def wait(self) -> list[Staged]:
+        """Call before any storage is written, freed or moved. Raises HeadwaterError on a timeout.
+
+        Returns what read the storage since the last call: it holds what the tensors hold still.
+        """
         if self._removed:
-            return
+            return []
         started = time.perf_counter()
+        passed: list[Staged] = []
         while self._readers:
             self._readers[0].wait(self._timeout_s)
-            del self._readers[0]
+            passed.append(self._readers.pop(0))
         self._waited_s += time.perf_counter() - started
+        return passed
 
     def take_waited_s(self) -> float:
         """Seconds spent in `wait` since the last call of this."""

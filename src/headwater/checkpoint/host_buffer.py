@@ -117,13 +117,14 @@ def shared_file(folder: Path) -> int:
 
 
 class Lease:
-    """A set of buffers that one save has until it is committed or given up."""
+    """A set of buffers that one save has until it is committed or given up, and longer where someone keeps it."""
 
     def __init__(self, pool: BufferPool, buffers: dict[str, HostBuffer]) -> None:
         self._pool = pool
         self._buffers = buffers
         self._sealed = False
         self._released = False
+        self._keepers = 0
 
     def writable(self, name: str, nbytes: int) -> np.ndarray:
         """uint8 [nbytes] to stage into. Raises HeadwaterError once the lease is sealed or given back."""
@@ -141,11 +142,39 @@ class Lease:
         """The descriptor of a buffer, for the writer process."""
         return self._buffers[name].fd
 
+    def image(self, name: str, nbytes: int) -> np.ndarray:
+        """uint8 [nbytes] of what was staged, to read, for whoever keeps it."""
+        return self._buffers[name].view(nbytes)
+
+    def keep(self) -> bool:
+        """Have the bytes stay as they are until `let_go`, also when the save has ended.
+
+        False where that is too late, or would leave no set for the saves to come.
+        """
+        with self._pool._changed:
+            if not self._keepers:
+                if self._released or not self._pool._may_keep():
+                    return False
+                self._pool._kept += 1
+            self._keepers += 1
+            return True
+
+    def let_go(self) -> None:
+        """Once for each `keep`."""
+        with self._pool._changed:
+            self._keepers -= 1
+            if not self._keepers:
+                self._pool._kept -= 1
+                if self._released:
+                    self._pool._give_back(self._buffers)
+
     def release(self) -> None:
         """Give the set back; safe to call twice."""
-        if not self._released:
-            self._released = True
-            self._pool._give_back(self._buffers)
+        with self._pool._changed:
+            if not self._released:
+                self._released = True
+                if not self._keepers:
+                    self._pool._give_back(self._buffers)
 
 
 class BufferPool:
@@ -159,6 +188,7 @@ class BufferPool:
         self._changed = threading.Condition()
         self._free: list[dict[str, HostBuffer]] = [{} for _ in range(_SETS)]
         self._sets = _SETS
+        self._kept = 0
         self._closed = False
 
     def prepare(self, sizes: Mapping[str, int], pin: bool) -> None:
@@ -204,7 +234,7 @@ class BufferPool:
             except BaseException as error:
                 _close(buffers)
                 with self._changed:
-                    alone = self._sets == 1
+                    alone = self._sets - self._kept == 1
                     self._sets -= not alone
                 if not isinstance(error, OSError) or alone:
                     self._give_back({})
@@ -228,6 +258,9 @@ class BufferPool:
                 # The one used last is warm in the caches, and a run that never overlaps saves touches one set only.
                 self._free.insert(0, buffers)
             self._changed.notify_all()
+
+    def _may_keep(self) -> bool:
+        return self._kept + 1 < self._sets
 
     def close(self) -> None:
         """Free all sets; one that is leased goes when its lease ends."""

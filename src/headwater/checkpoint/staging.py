@@ -25,6 +25,7 @@ from headwater.checkpoint.chunk import Chunk
 from headwater.checkpoint.copy_stream import copy_stream
 from headwater.checkpoint.digest import device_sums, digests, finish
 from headwater.checkpoint.host_buffer import Lease
+from headwater.checkpoint.host_copies import HostCopies
 from headwater.checkpoint.layout import FileLayout
 from headwater.checkpoint.plan import ComponentPlan
 from headwater.checkpoint.watch import Watch
@@ -38,8 +39,8 @@ _Copy = tuple[torch.Tensor, torch.Tensor]
 class Staging:
     """One save's staging. digests: live digest of each chunk, by component, in the order given; set when done.
 
-    seconds: from the call until all bytes were staged. copy_seconds: of the copies from a device alone, without what
-    they had to wait for. error: why staging failed, if it did.
+    copies: where in host memory the values are then. seconds: from the call until all bytes were staged. copy_seconds:
+    of the copies from a device alone, without what they had to wait for. error: why staging failed, if it did.
     """
 
     def __init__(self, label: str) -> None:
@@ -47,6 +48,7 @@ class Staging:
         self._done = threading.Event()
         self._started = time.perf_counter()
         self.digests: dict[str, list[int]] = {}
+        self.copies: HostCopies | None = None
         self.seconds = self.copy_seconds = 0.0
         self.error: Exception | None = None
 
@@ -112,6 +114,8 @@ class Stager:
                 for name, plan in plans.items():
                     staging.digests[name], values = values[: len(plan.keys)], values[len(plan.keys) :]
                 lease.seal()
+                if watch is None:
+                    staging.copies = HostCopies(lease, plans, chunks, seen)
             except Exception as problem:
                 staging.error = problem.with_traceback(None)  # whose frames hold tensors
             chunks = {}

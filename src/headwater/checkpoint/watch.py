@@ -22,9 +22,19 @@ class Watch:
         before, now = (zip(*state, strict=True) for state in (self._before, _state(self._tensors)))
         return [tensor for tensor, was, is_ in zip(self._tensors, before, now, strict=True) if was != is_]
 
+    @property
+    def before(self) -> tuple[list[int], list[int]]:
+        """Versions and addresses at the time that this was made."""
+        return self._before
+
     def clear(self) -> None:
         """Let go of the tensors."""
         self._tensors, self._before = [], ([], [])
+
+
+def stamp(tensor: torch.Tensor) -> tuple[int, int]:
+    """How often a tensor was written, and its address."""
+    return 0 if tensor.is_inference() else tensor._version, tensor.data_ptr()
 
 
 def _state(tensors: list[torch.Tensor]) -> tuple[list[int], list[int]]:

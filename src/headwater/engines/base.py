@@ -57,11 +57,18 @@ class TrainEngine(Protocol):
         ...
 
     def offload(self) -> None:
-        """Move weights and optimizer state to host memory."""
+        """Move weights, gradients and optimizer state to host memory. What a save has just staged is not copied again.
+
+        Until `onload` the state may be saved, but not used or written.
+        """
+        ...
+
+    def offload_optimizer(self) -> None:
+        """Move master weights and moments alone, so that a forward pass has their memory; `onload` brings them back."""
         ...
 
     def onload(self) -> None:
-        """Move weights and optimizer state back to the device."""
+        """Move all that was offloaded back to the device."""
         ...
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:

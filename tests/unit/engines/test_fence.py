@@ -15,9 +15,11 @@ class Reader:
         raise ReachedError
 
 
-@pytest.mark.parametrize("method", ["optim_step", "offload", "onload", "load_chunks"])
+@pytest.mark.parametrize("method", ["optim_step", "offload", "offload_optimizer", "onload", "load_chunks"])
 def test_whatever_changes_or_moves_storage_passes_the_fence_first(method: str, make_engine: Callable[..., TorchEngine]):
-    engine = make_engine()
+    engine = make_engine(moves_on_host=True)
+    if method == "onload":
+        engine.offload()
     engine.fence.register(Reader())
     arguments: list[Any] = [None] if method == "load_chunks" else []
     with pytest.raises(ReachedError):

@@ -70,7 +70,7 @@ def test_the_engine_uses_it_where_asked(make_engine, flag: str, dtype: torch.dty
 
 
 def test_the_engine_releases_the_copy_when_it_moves(make_engine) -> None:
-    engine = make_engine("policy.precision=bfloat16", "policy.fp32_lm_head=true")
+    engine = make_engine("policy.precision=bfloat16", "policy.fp32_lm_head=true", moves_on_host=True)
     with torch.no_grad():
         engine.model(torch.tensor([[1, 2, 3]]))
     assert engine._fp32_head._copy is not None

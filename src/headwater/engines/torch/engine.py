@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from headwater.checkpoint.chunk import Chunk
-from headwater.checkpoint.fence import Fence
+from headwater.checkpoint.fence import Fence, Staged
 from headwater.checkpoint.reader import ComponentReader
 from headwater.config.schema import PolicyConfig
 from headwater.data.packing import PackedBatch, pack
@@ -18,11 +18,13 @@ from headwater.engines.attention import register_attention
 from headwater.engines.base import ForwardBackward, LossFn, OptimStep
 from headwater.engines.head import Fp32Head
 from headwater.engines.torch.logprobs import selected_logprobs
+from headwater.engines.torch.offload import Parking
 from headwater.engines.torch.optimizer import STATE_PREFIX, MasterAdamW
-from headwater.errors import UserError
+from headwater.errors import HeadwaterError, UserError
 from headwater.metrics.stat import Stat, merge
 from headwater.models.resolve import load_model, shorten
 
+_OFFLOADED = "the engine is offloaded: onload it before its state is used or written"
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -31,9 +33,18 @@ class TorchEngine:
 
     model_path: a local Hugging Face folder. A frozen engine (`trainable=False`) has no optimizer and
     only scores: the reference policy.
+    moves_on_host: an offload really moves storage where the device is the host already, too; otherwise it does nothing.
     """
 
-    def __init__(self, config: PolicyConfig, model_path: Path, device: torch.device, *, trainable: bool = True) -> None:
+    def __init__(
+        self,
+        config: PolicyConfig,
+        model_path: Path,
+        device: torch.device,
+        *,
+        trainable: bool = True,
+        moves_on_host: bool = False,
+    ) -> None:
         self._config = config
         self._device = device
         self.fence = Fence()
@@ -53,6 +64,8 @@ class TorchEngine:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         params = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
         self.optimizer = MasterAdamW(params, config.optimizer, config.scheduler) if params else None
+        self._moves = moves_on_host or device.type != "cpu"
+        self._parked_weights, self._parked_optimizer = Parking("weights"), Parking("optimizer state")
 
     @property
     def num_trainable_parameters(self) -> int:
@@ -77,6 +90,7 @@ class TorchEngine:
     def forward_backward(
         self, sequences: Sequence[TrainSequence], loss_fn: LossFn, denominator: float
     ) -> ForwardBackward:
+        self._require_onloaded()
         loss_sum = 0.0
         stats: list[dict[str, Stat]] = []
         for part in _cut(sequences, self._config.train_micro_batch_size):
@@ -88,23 +102,42 @@ class TorchEngine:
 
     def optim_step(self) -> OptimStep:
         assert self.optimizer is not None, "a frozen engine does not step"
+        self._require_onloaded()
         self.fence.wait()
         norm, lr = self.optimizer.step(self._config.max_grad_norm)
         return OptimStep(norm, lr)
 
     def offload(self) -> None:
-        self._move(torch.device("cpu"))
+        if self._moves:
+            passed = self.fence.wait()
+            if self._fp32_head is not None:
+                self._fp32_head.release()
+            self._parked_weights.park([*self.model.parameters(), *self.model.buffers(), *self._gradients()], passed)
+            self._park_optimizer(passed)
+
+    def offload_optimizer(self) -> None:
+        if self._moves:
+            self._park_optimizer(self.fence.wait())
+
+    def _park_optimizer(self, passed: Sequence[Staged]) -> None:
+        if self.optimizer is not None:
+            self._parked_optimizer.park(self.optimizer.tensors(), passed)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def onload(self) -> None:
-        self._move(self._device)
+        if self._parked_weights.occupied or self._parked_optimizer.occupied:
+            self.fence.wait()
+            self._parked_weights.bring_back()
+            self._parked_optimizer.bring_back()
 
-    def _move(self, device: torch.device) -> None:
-        self.fence.wait()
-        if self._fp32_head is not None:
-            self._fp32_head.release()
-        self.model.to(device)  # pyright: ignore[reportArgumentType]
-        if self.optimizer is not None:
-            self.optimizer.move(device)
+    def _gradients(self) -> Iterator[torch.Tensor]:
+        """Those that the model's own parameters have; the optimizer has the others."""
+        return (param.grad for param in self.model.parameters() if param.grad is not None)
+
+    def _require_onloaded(self) -> None:
+        if self._parked_weights.occupied or self._parked_optimizer.occupied:
+            raise HeadwaterError(_OFFLOADED)
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         seen: set[int] = set()
@@ -121,6 +154,7 @@ class TorchEngine:
             yield from self.optimizer.state_chunks()
 
     def load_chunks(self, reader: ComponentReader) -> None:
+        self._require_onloaded()
         self.fence.wait()
         if self.optimizer is not None:
             self.optimizer.prepare_state({name for name in reader.names() if name.startswith(STATE_PREFIX)})
@@ -134,6 +168,8 @@ class TorchEngine:
 
     def _forward(self, sequences: Sequence[TrainSequence]) -> torch.Tensor:
         """Log-probabilities [T] fp32 of all completion tokens, in order, under the sampling temperature."""
+        if self._parked_weights.occupied:
+            raise HeadwaterError(_OFFLOADED)
         packing = self._config.sequence_packing
         batch = pack(sequences, max_tokens_per_row=packing.max_tokens_per_row if packing.enabled else None)
         batch = batch.to(self.model.device)

@@ -108,17 +108,14 @@ class MasterAdamW:
                     "exp_avg_sq": torch.zeros_like(master, memory_format=torch.preserve_format),
                 }
 
-    @torch.no_grad()
-    def move(self, device: torch.device) -> None:
-        """Move masters, gradients and moments; parameters that are their own masters move with the model."""
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Masters and their gradients, moments and steps; not the parameters that are their own masters."""
         for name, master in self._masters.items():
             if master is not self._params[name]:
-                master.data = master.data.to(device)
+                yield master
                 if master.grad is not None:
-                    master.grad.data = master.grad.data.to(device)
-            state = self._adam.state.get(master, {})
-            for key in state:
-                state[key] = state[key].to(device)
+                    yield master.grad
+            yield from self._adam.state.get(master, {}).values()
 
 
 def _accumulate_into(master: torch.Tensor):
