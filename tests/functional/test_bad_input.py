@@ -182,3 +182,18 @@ def test_a_reward_that_fails_stops_the_run_and_is_named(train, tmp_path: Path, v
     assert said.count("\n") == 1
     for part in ("my_broken_reward:broken", "prompt", "completion", "Write lowercase letters"):
         assert part in said
+
+
+def test_a_reward_may_fail_as_often_as_the_user_says(train, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    code = """
+def shaky(problem, completion):
+    if problem.index % 8 == 3:
+        raise OSError("no answer from the judge")
+    return float(len(completion))
+"""
+    (tmp_path / "my_shaky_reward.py").write_text(code)
+    words = ["env.rewards=[{reward: 'my_shaky_reward:shaky'}]", "grpo.val_at_start=false", "grpo.max_num_steps=3"]
+    assert train(*words, "env.tolerated_failures=9") == (0, "")
+    assert "no answer from the judge" in caplog.text
+    assert "completions earn 0 (failure 1 of the 9 tolerated)" in caplog.text
+    assert len(list(tmp_path.glob("runs/grpo_tiny/checkpoints/step_000003-*"))) == 1

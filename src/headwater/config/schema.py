@@ -321,6 +321,9 @@ class EnvConfig(Strict):
     """`module:Class` that scores completions itself, in place of `rewards`."""
     options: dict[str, Any] = {}
     """Keyword arguments of the environment."""
+    tolerated_failures: NonNegativeInt = 0
+    """Problems of a run whose scoring may raise, or give no finite number, before one ends the run. All completions of
+    such a problem earn 0."""
 
     @model_validator(mode="after")
     def _one_of_both(self) -> EnvConfig:

@@ -31,6 +31,7 @@ from headwater.models.resolve import load_tokenizer, model_identity, resolve
 from headwater.refit.sync import WeightSync
 from headwater.rollout.env import build_environment
 from headwater.rollout.rollout import PromptStream
+from headwater.rollout.tolerance import TolerantEnvironment
 from headwater.workers.train import PolicyWorker
 
 
@@ -54,7 +55,7 @@ def build(loaded: LoadedConfig, console: Console | None = None) -> Iterator[Runt
             closing.callback(checkpoints.close)
             checkpoint = checkpoints.latest()
         tokenizer = _tokenizer(config, model_path)
-        environment = build_environment(config.env)
+        environment = TolerantEnvironment(build_environment(config.env), config.env.tolerated_failures)
         prompts, validation = _prompts(config, tokenizer)
         engine = TorchEngine(config.policy, model_path, device)
         reference = _reference(config, model_path, device)

@@ -234,6 +234,26 @@ def test_saves_around_each_path_hold_what_was_live(
     moving_paths.assert_saves_around(path, engines, recorded_rollout, tmp_path)
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_all_that_an_engine_has_leaves_its_memory(
+    precision: str, make_engine: MakeEngine, recorded_rollout: list[TrainSequence]
+) -> None:
+    engine = make_engine(f"policy.precision={precision}", moves_on_host=True)
+    assert engine.optimizer is not None
+    moving_paths.train(engine, recorded_rollout)
+    engine.forward_backward(recorded_rollout, lambda logprobs, _: (-logprobs.sum(), {}), 1.0)
+    gradients = engine.optimizer.gradients()
+    state = {chunk.name: chunk.tensor for chunk in engine.state_chunks()}
+    left = storages(state) + storages(gradients)
+    assert len(gradients) > 5
+    assert len(state) > 3 * len(gradients)
+    del state
+    engine.offload()
+    assert all(storage.expired() for storage in left)
+    engine.onload()
+    assert engine.optim_step().grad_norm > 0
+
+
 @pytest.mark.parametrize("what", ["logprobs", "forward_backward", "optim_step", "load_chunks"])
 def test_an_offloaded_engine_is_not_used_or_written(
     what: str, make_engine: MakeEngine, recorded_rollout: list[TrainSequence]
