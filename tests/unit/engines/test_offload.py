@@ -105,7 +105,10 @@ def test_what_a_save_has_staged_is_not_copied_again(tensors: Tensors, manager: C
         manager.wait_committed()
     assert_equal(tensors, before)
     assert_equal(stored(manager, 1), before)
+    assert manager._native is not None
+    assert manager._native._pool._kept == 1
     parking.bring_back()
+    assert manager._native._pool._kept == 0
     assert_equal(tensors, before)
 
 
@@ -144,6 +147,16 @@ def test_a_tensor_that_changed_since_the_save_is_copied(
     parking.park(tensors.values(), passed)
     assert torch.equal(tensors["w"], before["w"] + 1)
     assert_equal(stored(manager, 1), before)
+
+
+def test_a_save_that_serves_no_tensor_keeps_no_memory(manager: CheckpointManager) -> None:
+    fence, parking, tensors = Fence(), Parking("state"), {"w": torch.ones(1000)}
+    save(manager, 1, tensors, fence)
+    passed = fence.wait()
+    tensors["w"].add_(1)
+    assert parking.park(tensors.values(), passed) == 4000
+    assert manager._native is not None
+    assert manager._native._pool._kept == 0
 
 
 def test_what_passed_the_fence_before_is_not_taken_for_what_is_live(manager: CheckpointManager) -> None:
