@@ -86,9 +86,9 @@ def recorded_rollout() -> list[TrainSequence]:
                     group=group,
                     prompt_ids=prompt,
                     completion_ids=integers(0, 256, length),
-                    advantage=float(torch.randn((), generator=generator)),
                     generation_logprobs=logprobs,
                     sampling_logprobs=logprobs,
+                    advantages=torch.randn((), generator=generator).expand(length),
                 )
             )
     return sequences

@@ -14,7 +14,7 @@ from headwater.cli.main import main
 from headwater.config.load import load_config
 from headwater.controller.build import build
 from headwater.controller.interrupt import StopRequest
-from headwater.controller.loop import run_grpo
+from headwater.controller.loop import run_rl
 from headwater.engines.torch.engine import TorchEngine
 from headwater.models.resolve import resolve
 
@@ -33,7 +33,7 @@ def test_the_exported_model_computes_the_logits_of_the_live_engine(tmp_path: Pat
     ]
     loaded = load_config("grpo_tiny", overrides)
     with build(loaded, Console(file=io.StringIO())) as runtime:
-        run_grpo(runtime, StopRequest())
+        run_rl(runtime, StopRequest())
         engine = runtime.policy.engine
         assert isinstance(engine, TorchEngine)
         live = engine.model

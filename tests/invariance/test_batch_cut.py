@@ -104,7 +104,10 @@ def test_packed_logprobs_equal_those_of_each_sequence_alone(make_engine, recorde
 
 
 def test_skipping_groups_without_a_signal_changes_no_gradient(make_engine, recorded_rollout) -> None:
-    silent = [replace(s, advantage=0.0) if s.group in (1, 2) else s for s in recorded_rollout]
+    silent = [
+        replace(s, advantages=torch.zeros_like(s.generation_logprobs)) if s.group in (1, 2) else s
+        for s in recorded_rollout
+    ]
     kept = losses_and_gradients(make_engine, silent, skip=False)
     skipped = losses_and_gradients(make_engine, silent, skip=True)
     assert_same(kept, skipped)
@@ -115,7 +118,12 @@ def test_skipped_groups_cost_no_forward_pass(make_engine, recorded_rollout) -> N
     worker = PolicyWorker(engine, None, load_config("grpo_tiny").config.loss_fn, skip_without_signal=True)
     calls = []
     engine.model.register_forward_pre_hook(lambda *_: calls.append(1))
-    worker.forward_backward([replace(s, advantage=0.0) if s.group != 3 else s for s in recorded_rollout])
+    worker.forward_backward(
+        [
+            replace(s, advantages=torch.zeros_like(s.generation_logprobs)) if s.group != 3 else s
+            for s in recorded_rollout
+        ]
+    )
     assert len(calls) == 1
 
 
@@ -126,7 +134,9 @@ def test_with_a_kl_penalty_no_group_is_skipped(make_engine, recorded_rollout) ->
     with torch.no_grad():
         for param in engine.model.parameters():
             param.mul_(1.01)  # away from the reference, so that the KL has a gradient
-    silent = worker.score([replace(s, advantage=0.0) for s in recorded_rollout], optim_steps=1)
+    silent = worker.score(
+        [replace(s, advantages=torch.zeros_like(s.generation_logprobs)) for s in recorded_rollout], optim_steps=1
+    )
     assert worker.is_worth_a_step(silent)
     result = worker.forward_backward(silent)
     assert result.loss_sum > 0

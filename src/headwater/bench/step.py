@@ -104,7 +104,7 @@ def compare(recipe: str, overrides: Sequence[str], *, steps: int, warmup: int, c
 
 def _require_comparable(config: Config) -> None:
     """Refuse what the two sides would do differently."""
-    total = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
+    total = config.algorithm.completions_per_step
     unlike = [
         (config.policy.train_global_batch_size != total, "policy.train_global_batch_size must be the whole step"),
         (config.loss_fn != LossConfig(), "loss_fn must be the default"),
@@ -152,7 +152,7 @@ def _own_step(run: Runtime, side: Side, counted: bool) -> None:
     sync(run, timer)
     seconds = _now() - start
     if counted:
-        completions = run.config.grpo.num_prompts_per_step * run.config.grpo.num_generations_per_prompt
+        completions = run.config.algorithm.num_prompts_per_step * run.config.algorithm.num_generations_per_prompt
         side.seconds.append(seconds)
         side.generated.append(round(metrics[names.TRAIN_MEAN_GEN_TOKENS_PER_SAMPLE] * completions))
         side.trained.append(run.policy.tokens_trained - before)
@@ -168,7 +168,9 @@ def _run_peer(
     run = runs[0]
     config = run.config
     total = warmup + steps
-    rows = [run.prompts.source[i % len(run.prompts.source)] for i in range(total * config.grpo.num_prompts_per_step)]
+    rows = [
+        run.prompts.source[i % len(run.prompts.source)] for i in range(total * config.algorithm.num_prompts_per_step)
+    ]
     sampled: list[int] = []
 
     def reward(prompts: Any, completions: Any, completion_ids: Any, row: list[int], **_: Any) -> list[float | None]:
@@ -193,7 +195,7 @@ def _run_peer(
                 result.peer.generated.append(sampled[-1])
                 result.peer.trained.append(sampled[-1])
 
-    batch = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
+    batch = config.algorithm.completions_per_step
     trainer = GRPOTrainer(
         model=str(resolve(config.policy.model_name)),
         reward_funcs=reward,
@@ -201,7 +203,7 @@ def _run_peer(
         args=GRPOConfig(
             output_dir=str(folder / "trl"),
             per_device_train_batch_size=batch,
-            num_generations=config.grpo.num_generations_per_prompt,
+            num_generations=config.algorithm.num_generations_per_prompt,
             max_completion_length=config.policy.generation.max_new_tokens,
             temperature=config.policy.generation.temperature,
             top_p=config.policy.generation.top_p,
@@ -223,7 +225,7 @@ def _run_peer(
             report_to=[],
             disable_tqdm=True,
             logging_strategy="no",
-            seed=config.grpo.seed,
+            seed=config.algorithm.seed,
         ),
         callbacks=[Turns()],
     )

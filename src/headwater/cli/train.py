@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
 
     from headwater.controller.build import build
     from headwater.controller.interrupt import StopRequest
-    from headwater.controller.loop import run_grpo
+    from headwater.controller.loop import run_rl
     from headwater.engines.torch.host_memory import keep_freed_memory
 
     keep_freed_memory()
@@ -49,8 +49,8 @@ def run(args: argparse.Namespace) -> int:
             if stop.requested:  # Ctrl-C reaches a download as well, and what that says is not the reason
                 return stop.exit_code
             raise
-        run_grpo(runtime, stop)
-        if runtime.state.step >= loaded.config.grpo.max_num_steps:
+        run_rl(runtime, stop)
+        if runtime.state.step >= loaded.config.algorithm.max_num_steps:
             return 0
         kept = runtime.checkpoints.latest() if runtime.checkpoints is not None else None
         how = "; resume with the same command" if kept else ", and nothing is saved"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from difflib import SequenceMatcher
 from functools import cache
 from typing import Any, get_args, get_origin
@@ -26,9 +26,12 @@ _EXPECTED = {
 _SHOWN_CHARACTERS = 60
 
 
-def explain(error: ValidationError) -> str:
-    """All that is wrong with a configuration, in one line, each problem once, joined by semicolons."""
-    return "; ".join(dict.fromkeys(_explain_one(detail) for detail in error.errors()))
+def explain(error: ValidationError, unset: Collection[str] = ()) -> str:
+    """All that is wrong with a configuration, in one line, each problem once, joined by semicolons.
+
+    unset: groups that it does without, so that no key of theirs is proposed.
+    """
+    return "; ".join(dict.fromkeys(_explain_one(detail, unset) for detail in error.errors()))
 
 
 def show(value: Any) -> str:
@@ -38,8 +41,8 @@ def show(value: Any) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
 
 
-def nearest_key(unknown: str) -> str:
-    """The schema's dotted key that is most like the given one.
+def nearest_key(unknown: str, unset: Collection[str] = ()) -> str:
+    """The schema's dotted key that is most like the given one, of none of the groups `unset`.
 
     The last part counts as much as the whole path, so that a right name in the wrong group finds its group.
     """
@@ -49,7 +52,8 @@ def nearest_key(unknown: str) -> str:
         last_part = SequenceMatcher(None, wanted.rpartition(".")[2], key.rpartition(".")[2]).ratio()
         return last_part + SequenceMatcher(None, wanted, key).ratio()
 
-    best = max(schema_keys(), key=likeness)
+    keys = [key for key in schema_keys() if key.partition(".")[0] not in unset]
+    best = max(keys, key=likeness)
     index = re.search(r"\.(\d+)(?=\.|$)", unknown)
     return re.sub(r"\.0(?=\.)", f".{index[1]}", best) if index else best
 
@@ -76,12 +80,12 @@ def _models_in(annotation: Any) -> Iterator[tuple[type[BaseModel], str]]:
             yield model, "0." if get_origin(annotation) is list else item
 
 
-def _explain_one(detail: ErrorDetails) -> str:
+def _explain_one(detail: ErrorDetails, unset: Collection[str]) -> str:
     path = ".".join(str(part) for part in detail["loc"])
     kind, value = detail["type"], detail["input"]
     if kind == "extra_forbidden":
         path = _down_to_single_leaf(path, value)
-        return f"unknown key {path}; did you mean {nearest_key(path)}?"
+        return f"unknown key {path}; did you mean {nearest_key(path, unset)}?"
     if kind == "missing":
         return f"{path}: required and not set"
     if kind == "value_error":

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
 import yaml
 from omegaconf import OmegaConf
@@ -50,7 +51,8 @@ def load_config(recipe: str = "grpo", overrides: Sequence[str] = ()) -> LoadedCo
     overrides: `a.b=c`, as `headwater.config.overrides.apply_override` reads them.
     Raises UserError, in one line, for anything that is wrong with either.
     """
-    base = merge(_defaults(Config), _read_recipe(recipe, Path()))
+    read = _read_recipe(recipe, Path())
+    base = merge(_defaults(Config, read), read)
     tree = copy.deepcopy(base)
     for override in overrides:
         apply_override(tree, override)
@@ -63,16 +65,28 @@ def recipe_names() -> list[str]:
     return sorted(item.name.removesuffix(".yaml") for item in _RECIPES.iterdir() if item.name.endswith(".yaml"))
 
 
-def _defaults(model: type[BaseModel]) -> dict[str, Any]:
-    """The schema's defaults as a tree, so that overrides and interpolations reach keys that no recipe sets."""
+def _defaults(model: type[BaseModel], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema's defaults as a tree, so that overrides and interpolations reach keys that no recipe sets.
+
+    Those of a group that may be null stand there where `given` sets it.
+    """
     tree: dict[str, Any] = {}
     for name, field in model.model_fields.items():
-        if not field.is_required():
+        group = _group_class(field.annotation)
+        value = given.get(name)
+        if group is not None and (field.is_required() or isinstance(value, Mapping)):
+            tree[name] = _defaults(group, value if isinstance(value, Mapping) else {})
+        elif not field.is_required():
             default = copy.deepcopy(field.default)
             tree[name] = default.model_dump() if isinstance(default, BaseModel) else default
-        elif isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            tree[name] = _defaults(field.annotation)
     return tree
+
+
+def _group_class(annotation: Any) -> type[BaseModel] | None:
+    """The class of a group, null or not; None where the annotation is of something else."""
+    is_union = get_origin(annotation) in (Union, UnionType)
+    kinds = [kind for kind in (get_args(annotation) if is_union else (annotation,)) if kind is not type(None)]
+    return kinds[0] if len(kinds) == 1 and isinstance(kinds[0], type) and issubclass(kinds[0], BaseModel) else None
 
 
 def _read_recipe(name: str, folder: Path, children: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -122,7 +136,8 @@ def _validate(tree: dict[str, Any]) -> Config:
     try:
         return Config.model_validate(resolved)
     except ValidationError as error:
-        raise UserError(explain(error)) from error
+        unset = {name for name in Config.model_fields if tree.get(name) is None}
+        raise UserError(explain(error, unset)) from error
 
 
 def _changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:

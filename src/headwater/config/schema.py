@@ -9,9 +9,11 @@ from __future__ import annotations
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from headwater.config.algorithms import AlgorithmConfig, GrpoConfig, LossConfig, PpoConfig
 from headwater.config.duration import duration_s
+from headwater.config.strict import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Strict
 from headwater.metrics import names
 
 _RANKING_TAGS = (
@@ -20,17 +22,6 @@ _RANKING_TAGS = (
     names.VALIDATION_REWARD,
     names.VALIDATION_AVG_LENGTH,
 )
-
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-
-
-class Strict(BaseModel):
-    """Unknown keys are errors, types are not coerced (an int is accepted where a float is asked for)."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
 
 
 class TokenizerConfig(Strict):
@@ -110,22 +101,21 @@ class GenerationConfig(Strict):
     """Nucleus sampling (Holtzman et al., 2020); 1 keeps all tokens."""
     top_k: PositiveInt | None = None
     """Keep the k likeliest tokens; null keeps all."""
-    stop_strings: list[Annotated[str, Field(min_length=1)]] = []
+    stop_strings: list[Annotated[str, Field(min_length=1)]] = Field(default=[])
     """A completion ends when its text contains one of these."""
     max_batch_size: PositiveInt = 256
     """Most sequences decoded at a time."""
 
 
-class PolicyConfig(Strict):
+class EngineConfig(Strict):
+    """What a trained model needs, the policy or the value model."""
+
     model_name: str
     """Hub id, local folder, `builtin:smollm2-135m` or `builtin:tiny`."""
-    tokenizer: TokenizerConfig = TokenizerConfig()
     trust_remote_code: bool = False
     """Run code that ships in the model's folder."""
     precision: Literal["bfloat16", "float32"] = "bfloat16"
     """Of the weights in the forward and backward pass; master weights are fp32 always."""
-    fp32_lm_head: bool = False
-    """Compute logits in fp32 under a bf16 model: trainer and generator disagree less, for a slower head."""
     max_total_sequence_length: PositiveInt = 1024
     """Prompt and completion together, in tokens."""
     train_global_batch_size: PositiveInt
@@ -140,6 +130,12 @@ class PolicyConfig(Strict):
     scheduler: SchedulerConfig = SchedulerConfig()
     sequence_packing: SequencePackingConfig = SequencePackingConfig()
     torch_cfg: TorchConfig = TorchConfig()
+
+
+class PolicyConfig(EngineConfig):
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    fp32_lm_head: bool = False
+    """Compute logits in fp32 under a bf16 model: trainer and generator disagree less, for a slower head."""
     generation: GenerationConfig = GenerationConfig()
 
     @model_validator(mode="after")
@@ -152,63 +148,12 @@ class PolicyConfig(Strict):
         return self
 
 
-class GrpoConfig(Strict):
-    """Group Relative Policy Optimization (Shao et al., 2024, arXiv:2402.03300)."""
+class ValueConfig(EngineConfig):
+    """The value model of PPO: `model_name` with its head replaced by one linear output in fp32."""
 
-    num_prompts_per_step: PositiveInt
-    """Prompts drawn a step."""
-    num_generations_per_prompt: PositiveInt
-    """Completions a prompt: the group."""
-    max_num_steps: NonNegativeInt
-    """The run ends after this many steps; may be raised to go on."""
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Of sampling and of every random number generator."""
-    advantage: Literal["mean_std", "leave_one_out", "mean"] = "mean_std"
-    """mean_std: (r - mean) / std (GRPO). leave_one_out: r - mean of the others (RLOO). mean: no std (Dr. GRPO)."""
-    skip_groups_without_signal: bool = True
-    """Groups whose advantages are all zero cost no forward or backward pass, where the loss permits; a step in which
-    every group is one takes no optimizer step. false trains them with a gradient of zero."""
-    val_period: NonNegativeInt = 0
-    """Validate every this many steps; 0 never."""
-    val_at_start: bool = False
-    """Validate before the first step."""
-    val_at_end: bool = False
-    """Validate after the last step, whatever the period."""
-    val_batch_size: PositiveInt = 64
-    """Prompts generated at a time in validation."""
-
-    @model_validator(mode="after")
-    def _group_has_a_baseline(self) -> GrpoConfig:
-        if self.num_generations_per_prompt < 2:
-            raise ValueError("num_generations_per_prompt must be 2 or more: a group of one has no baseline")
-        return self
-
-
-class LossConfig(Strict):
-    ratio_clip_min: Annotated[float, Field(ge=0, le=1)] = 0.2
-    """The probability ratio is clipped below at 1 - this."""
-    ratio_clip_max: NonNegativeFloat = 0.2
-    """The probability ratio is clipped above at 1 + this (larger: clip-higher of DAPO, arXiv:2503.14476)."""
-    ratio_clip_c: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
-    """Dual clipping of negative advantages (arXiv:1912.09729); null for none."""
-    reference_policy_kl_penalty: NonNegativeFloat = 0.0
-    """Weight of the KL to the frozen reference policy; above 0 builds it."""
-    reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the KL (Schulman, 2020)."""
-    token_level_loss: bool = True
-    """true: mean over all tokens. false: mean over sequences of each one's token mean."""
-    sequence_level_importance_ratios: bool = False
-    """One ratio a sequence, its tokens' geometric mean (GSPO, arXiv:2507.18071)."""
-    use_importance_sampling_correction: bool = False
-    """Weight tokens by trainer over generator probability."""
-    truncated_importance_sampling_ratio: PositiveFloat | None = None
-    """Upper bound of that weight (2 is common); null for none."""
-
-    @model_validator(mode="after")
-    def _truncation_needs_a_weight(self) -> LossConfig:
-        if self.truncated_importance_sampling_ratio is not None and not self.use_importance_sampling_correction:
-            raise ValueError("truncated_importance_sampling_ratio is read only with use_importance_sampling_correction")
-        return self
+    clip_range: PositiveFloat | None = 0.2
+    """A value moves from the one before the update by this much at most, or its loss has no gradient; null does not
+    clip."""
 
 
 class CheckpointingConfig(Strict):
@@ -286,7 +231,7 @@ class DatasetConfig(Strict):
     """Column with the question, or with a list of chat messages."""
     answer_key: str | None = "answer"
     """Column with the reference answer; null where there is none."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default={})
     """Passed to the generator, such as min_terms of reasoning_gym:chain_sum."""
 
 
@@ -310,7 +255,7 @@ class RewardConfig(Strict):
     """`reasoning_gym`, `math_verify`, `format`, `letter_share`, or `module:function`."""
     weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
     """Factor in the total."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default={})
     """Keyword arguments of the reward."""
 
 
@@ -319,7 +264,7 @@ class EnvConfig(Strict):
     """Summed by weight. Accuracy counts completions that earn 1 or more from the first."""
     environment: str | None = None
     """`module:Class` that scores completions itself, in place of `rewards`."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default={})
     """Keyword arguments of the environment."""
     tolerated_failures: NonNegativeInt = 0
     """Problems of a run whose scoring may raise, or give no finite number, before one ends the run. All completions of
@@ -351,10 +296,12 @@ class LoggerConfig(Strict):
 
 
 class Config(Strict):
-    """A whole run."""
+    """A whole run: one of `grpo` and `ppo`, and with `ppo` a `value`."""
 
     policy: PolicyConfig
-    grpo: GrpoConfig
+    value: ValueConfig | None = None
+    grpo: GrpoConfig | None = None
+    ppo: PpoConfig | None = None
     loss_fn: LossConfig = LossConfig()
     checkpointing: CheckpointingConfig = CheckpointingConfig()
     data: DataConfig
@@ -362,37 +309,86 @@ class Config(Strict):
     cluster: ClusterConfig = ClusterConfig()
     logger: LoggerConfig = LoggerConfig()
 
+    @property
+    def algorithm(self) -> AlgorithmConfig:
+        """`grpo` or `ppo`, whichever is set."""
+        chosen = self.grpo or self.ppo
+        assert chosen is not None
+        return chosen
+
+    @property
+    def algorithm_name(self) -> Literal["grpo", "ppo"]:
+        """The group that `algorithm` stands in."""
+        return "grpo" if self.grpo is not None else "ppo"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_algorithm(cls, data: Any) -> Any:
+        """Before the fields are looked at, since half a group would be told of by what it lacks."""
+        if not isinstance(data, dict):
+            return data
+        grpo, ppo, value = (data.get(name) is not None for name in ("grpo", "ppo", "value"))
+        if grpo and ppo:
+            raise ValueError(
+                "grpo and ppo are both set, and a run has one: choose the recipe, or set the other to null"
+            )
+        if not grpo and not ppo:
+            raise ValueError("set exactly one of grpo and ppo: neither is")
+        if ppo and not value:
+            raise ValueError("ppo needs value, such as value.model_name: see the recipe ppo")
+        if grpo and value:
+            raise ValueError("value is read by ppo only: choose the recipe ppo, or set value=null")
+        return data
+
     @model_validator(mode="after")
     def _batches_divide(self) -> Config:
-        total = self.grpo.num_prompts_per_step * self.grpo.num_generations_per_prompt
-        per_step = self.policy.train_global_batch_size
-        if total % per_step:
-            raise ValueError(
-                f"policy.train_global_batch_size ({per_step}) does not divide grpo.num_prompts_per_step x "
-                f"grpo.num_generations_per_prompt ({total})"
-            )
-        if per_step % self.policy.train_micro_batch_size and per_step > self.policy.train_micro_batch_size:
-            raise ValueError(
-                f"policy.train_micro_batch_size ({self.policy.train_micro_batch_size}) does not divide "
-                f"policy.train_global_batch_size ({per_step})"
-            )
+        name, algorithm = self.algorithm_name, self.algorithm
+        engines: dict[str, EngineConfig] = {"policy": self.policy}
+        if self.value is not None:
+            engines["value"] = self.value
+        for group, engine in engines.items():
+            per_step, per_pass = engine.train_global_batch_size, engine.train_micro_batch_size
+            if algorithm.completions_per_step % per_step:
+                raise ValueError(
+                    f"{group}.train_global_batch_size ({per_step}) does not divide {name}.num_prompts_per_step x "
+                    f"{name}.num_generations_per_prompt ({algorithm.completions_per_step})"
+                )
+            if per_step % per_pass and per_step > per_pass:
+                raise ValueError(
+                    f"{group}.train_micro_batch_size ({per_pass}) does not divide "
+                    f"{group}.train_global_batch_size ({per_step})"
+                )
         generation = self.policy.generation
-        if generation.max_batch_size < self.grpo.num_generations_per_prompt:
+        if generation.max_batch_size < algorithm.num_generations_per_prompt:
             raise ValueError(
                 f"policy.generation.max_batch_size ({generation.max_batch_size}) is smaller than "
-                f"grpo.num_generations_per_prompt ({self.grpo.num_generations_per_prompt}): a group is one batch"
+                f"{name}.num_generations_per_prompt ({algorithm.num_generations_per_prompt}): a group is one batch"
             )
-        validates = self.grpo.val_period or self.grpo.val_at_start or self.grpo.val_at_end
+        return self
+
+    @model_validator(mode="after")
+    def _value_reads_what_the_policy_writes(self) -> Config:
+        longest = self.policy.max_total_sequence_length
+        if self.value is not None and self.value.max_total_sequence_length < longest:
+            raise ValueError(
+                f"value.max_total_sequence_length ({self.value.max_total_sequence_length}) is less than "
+                f"policy.max_total_sequence_length ({longest}), whose sequences it reads"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _validation_is_read(self) -> Config:
+        name, validates = self.algorithm_name, self.algorithm.validates
         if validates and self.data.validation is None:
-            raise ValueError("grpo.val_period, val_at_start and val_at_end need data.validation")
+            raise ValueError(f"{name}.val_period, val_at_start and val_at_end need data.validation")
         if self.data.validation is not None and not validates:
-            raise ValueError("data.validation is never read: set grpo.val_period, val_at_start or val_at_end")
+            raise ValueError(f"data.validation is never read: set {name}.val_period, val_at_start or val_at_end")
         return self
 
     @model_validator(mode="after")
     def _ranking_metric_is_logged(self) -> Config:
         """A name that nothing logs would rank nothing, and the best checkpoints would be pruned without a word."""
-        name, period = self.checkpointing.metric_name, self.grpo.val_period
+        name, period = self.checkpointing.metric_name, self.algorithm.val_period
         if name is None:
             return self
         if name not in _RANKING_TAGS:
@@ -400,7 +396,8 @@ class Config(Strict):
             raise ValueError(f"checkpointing.metric_name: nothing logs {name!r}; did you mean {near!r}?")
         if name.startswith("validation/") and (not period or self.checkpointing.save_period % period):
             raise ValueError(
-                f"checkpointing.metric_name={name} needs a validation at each save: make grpo.val_period ({period}) "
-                f"a divisor of checkpointing.save_period ({self.checkpointing.save_period})"
+                f"checkpointing.metric_name={name} needs a validation at each save: make "
+                f"{self.algorithm_name}.val_period ({period}) a divisor of checkpointing.save_period "
+                f"({self.checkpointing.save_period})"
             )
         return self

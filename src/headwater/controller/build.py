@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from headwater.checkpoint.digest import digest, digest_bytes
 from headwater.checkpoint.manager import CheckpointManager
 from headwater.checkpoint.reader import Checkpoint
 from headwater.config.load import LoadedConfig
-from headwater.config.schema import Config, DatasetConfig
+from headwater.config.schema import Config, DatasetConfig, EngineConfig
 from headwater.controller.runtime import Runtime
 from headwater.controller.state import TrainerState, restore_rng, seed_everything
 from headwater.data.datasets import load_problems
@@ -23,6 +23,7 @@ from headwater.data.prompts import PromptCursor
 from headwater.data.types import Prompt, SamplingParams
 from headwater.engines.generate.native import NativeGenerator
 from headwater.engines.torch.engine import TorchEngine
+from headwater.engines.torch.value import TorchValueEngine
 from headwater.errors import BlockedError, UserError
 from headwater.metrics import names
 from headwater.metrics.progress import Progress
@@ -33,6 +34,7 @@ from headwater.rollout.env import build_environment
 from headwater.rollout.rollout import PromptStream
 from headwater.rollout.tolerance import TolerantEnvironment
 from headwater.workers.train import PolicyWorker
+from headwater.workers.value import ValueWorker
 
 
 @contextmanager
@@ -46,9 +48,9 @@ def build(loaded: LoadedConfig, console: Console | None = None) -> Iterator[Runt
     device = _device(config)
     if config.cluster.num_threads is not None:
         torch.set_num_threads(config.cluster.num_threads)
-    seed_everything(config.grpo.seed)
+    seed_everything(config.algorithm.seed)
     with ExitStack() as closing:
-        model_path = resolve(config.policy.model_name, trust_remote_code=config.policy.trust_remote_code)
+        model_path = _model_path(config.policy)
         checkpoints = checkpoint = None
         if config.checkpointing.enabled:
             checkpoints = CheckpointManager(config.checkpointing, uuid.uuid4().hex, model_identity(model_path))
@@ -58,14 +60,21 @@ def build(loaded: LoadedConfig, console: Console | None = None) -> Iterator[Runt
         environment = TolerantEnvironment(build_environment(config.env), config.env.tolerated_failures)
         prompts, validation = _prompts(config, tokenizer)
         engine = TorchEngine(config.policy, model_path, device)
+        value = TorchValueEngine(config.value, _model_path(config.value), device) if config.value is not None else None
+        engines: dict[str, TorchEngine] = {"policy": engine} if value is None else {"policy": engine, "value": value}
         reference = _reference(config, model_path, device)
 
-        state = TrainerState(dataset=prompts.source.fingerprint, base_model=_weights_digest(engine))
+        state = TrainerState(
+            dataset=prompts.source.fingerprint,
+            base_model=_weights_digest(engine),
+            value_base_model=_weights_digest(value) if value is not None else "",
+        )
         if checkpoints is not None:
-            checkpoints.require_space(engine.checkpoint_bytes)
-            checkpoints.prepare({"policy": engine.checkpoint_bytes}, device.type == "cuda", tokenizer.save_pretrained)
+            sizes = {name: each.checkpoint_bytes for name, each in engines.items()}
+            checkpoints.require_space(sum(sizes.values()))
+            checkpoints.prepare(sizes, device.type == "cuda", tokenizer.save_pretrained)
         if checkpoints is not None and checkpoint is not None:
-            state = _resume(checkpoint, state, engine)
+            state = _resume(checkpoint, state, engines)
             prompts.cursor.load_state_dict(state.cursor)
             checkpoints.restore_metric_history(state.metric_history)
         generator = NativeGenerator(engine.model, tokenizer, config.policy.generation.max_batch_size)
@@ -73,8 +82,8 @@ def build(loaded: LoadedConfig, console: Console | None = None) -> Iterator[Runt
         for sink in sinks:
             closing.callback(sink.close)
             sink.log(state.step, {names.TRAIN_NUM_TRAINABLE_PARAMETERS: float(engine.num_trainable_parameters)})
-        progress = closing.enter_context(Progress(config.grpo.max_num_steps, state.step + 1, console))
-        _announce(progress, config, state, checkpoint, engine)
+        progress = closing.enter_context(Progress(config.algorithm.max_num_steps, state.step + 1, console))
+        _announce(progress, config, state, checkpoint, engines)
         yield Runtime(
             config=config,
             config_yaml=loaded.resolved_yaml,
@@ -84,8 +93,14 @@ def build(loaded: LoadedConfig, console: Console | None = None) -> Iterator[Runt
             environment=environment,
             sampling=_sampling(config),
             policy=PolicyWorker(
-                engine, reference, config.loss_fn, skip_without_signal=config.grpo.skip_groups_without_signal
+                engine,
+                reference,
+                config.loss_fn,
+                skip_without_signal=config.grpo is not None and config.grpo.skip_groups_without_signal,
             ),
+            value=ValueWorker(value, config.value.clip_range)
+            if value is not None and config.value is not None
+            else None,
             generator=generator,
             sync=WeightSync(generator, state.weight_version),
             checkpoints=checkpoints,
@@ -101,6 +116,10 @@ def _device(config: Config) -> torch.device:
         raise BlockedError("cluster.device=cuda, but torch sees no CUDA device: set cluster.device=auto or cpu")
     use_cuda = wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())
     return torch.device("cuda", 0) if use_cuda else torch.device("cpu")
+
+
+def _model_path(config: EngineConfig) -> Path:
+    return resolve(config.model_name, trust_remote_code=config.trust_remote_code)
 
 
 def _tokenizer(config: Config, model_path: Path) -> PreTrainedTokenizerBase:
@@ -132,13 +151,14 @@ def _sampling(config: Config) -> SamplingParams:
         top_p=generation.top_p,
         top_k=generation.top_k,
         stop_strings=tuple(generation.stop_strings),
-        seed=config.grpo.seed,
+        seed=config.algorithm.seed,
     )
 
 
 def _reference(config: Config, model_path: Path, device: torch.device) -> TorchEngine | None:
     """The frozen reference policy: the model that the run began with, also after a resume."""
-    if config.loss_fn.reference_policy_kl_penalty == 0:
+    in_reward = config.ppo.kl_penalty_in_reward if config.ppo is not None else 0
+    if config.loss_fn.reference_policy_kl_penalty == 0 and in_reward == 0:
         return None
     reference = TorchEngine(config.policy, model_path, device, trainable=False)
     reference.offload()
@@ -151,36 +171,66 @@ def _weights_digest(engine: TorchEngine) -> str:
     return f"{digest_bytes(' '.join(parts).encode()):016x}"
 
 
-def _resume(checkpoint: Checkpoint, fresh: TrainerState, engine: TorchEngine) -> TrainerState:
+def _resume(checkpoint: Checkpoint, fresh: TrainerState, engines: Mapping[str, TorchEngine]) -> TrainerState:
     saved = checkpoint.trainer_state()
     state = TrainerState.from_json(saved)
+    if checkpoint.components() != sorted(engines):
+        raise UserError(
+            f"{checkpoint.folder} holds {' and '.join(checkpoint.components())}, this run trains "
+            f"{' and '.join(sorted(engines))}: choose a new checkpointing.checkpoint_dir"
+        )
     if state.dataset != fresh.dataset:
         raise UserError(
             f"{checkpoint.folder} was trained on another dataset than data.train describes: "
             "restore the data settings or choose a new checkpointing.checkpoint_dir"
         )
-    if state.base_model != fresh.base_model:
-        raise UserError(
-            f"{checkpoint.folder} was trained from other weights than policy.model_name holds at policy.precision: "
-            "restore both or choose a new checkpointing.checkpoint_dir"
-        )
-    engine.load_chunks(checkpoint.component("policy"))
-    assert engine.optimizer is not None
-    engine.optimizer.steps = state.optim_steps
+    digests = {
+        "policy": (state.base_model, fresh.base_model),
+        "value": (state.value_base_model, fresh.value_base_model),
+    }
+    for group, (then, now) in digests.items():
+        if then != now:
+            raise UserError(
+                f"{checkpoint.folder} was trained from other weights than {group}.model_name holds at "
+                f"{group}.precision: restore both or choose a new checkpointing.checkpoint_dir"
+            )
+    steps = {"policy": state.optim_steps, "value": state.value_optim_steps}
+    for name, engine in engines.items():
+        engine.load_chunks(checkpoint.component(name))
+        assert engine.optimizer is not None
+        engine.optimizer.steps = steps[name]
     restore_rng(saved["rng"])
     return state
 
 
 def _announce(
-    progress: Progress, config: Config, state: TrainerState, checkpoint: Checkpoint | None, engine: TorchEngine
+    progress: Progress,
+    config: Config,
+    state: TrainerState,
+    checkpoint: Checkpoint | None,
+    engines: Mapping[str, TorchEngine],
 ) -> None:
-    million = engine.num_trainable_parameters / 1e6
+    name, algorithm = config.algorithm_name, config.algorithm
     progress.note(
-        f"GRPO: {config.policy.model_name}, {million:.1f}M parameters, {config.policy.precision} "
-        f"on {engine.model.device}, {config.grpo.num_prompts_per_step} prompts x "
-        f"{config.grpo.num_generations_per_prompt} completions a step"
+        f"{name.upper()}: {config.policy.model_name}, {_size(engines['policy'])} parameters, {config.policy.precision} "
+        f"on {engines['policy'].model.device}, {algorithm.num_prompts_per_step} prompts x "
+        f"{algorithm.num_generations_per_prompt} completions a step"
     )
+    if config.value is not None:
+        progress.note(
+            f"value model: {config.value.model_name}, {_size(engines['value'])} parameters, {config.value.precision}"
+        )
     if checkpoint is not None:
         progress.note(f"resumed from {checkpoint.folder} at step {state.step}")
-        if state.step >= config.grpo.max_num_steps:
-            progress.note(f"nothing to do: grpo.max_num_steps is {config.grpo.max_num_steps}")
+    if state.step >= algorithm.max_num_steps:
+        if checkpoint is not None:
+            progress.note(f"nothing to do: {name}.max_num_steps is {algorithm.max_num_steps}")
+    elif config.ppo is not None and config.ppo.policy_training_start_step > algorithm.max_num_steps:
+        progress.note(
+            f"the policy is not trained: ppo.policy_training_start_step ({config.ppo.policy_training_start_step}) "
+            f"is beyond ppo.max_num_steps ({algorithm.max_num_steps})"
+        )
+
+
+def _size(engine: TorchEngine) -> str:
+    return f"{engine.num_trainable_parameters / 1e6:.1f}M"

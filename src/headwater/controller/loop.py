@@ -4,13 +4,15 @@
                    ^                                                      │
                    └────────────── weights of the next version ───────────┘
 
+GRPO takes advantages from the rewards of a group, and PPO from a value model, which is trained too, before the policy.
+
 Everything waits for the step before it. `Runtime.state` moves at the end of training, so whatever is
 saved stands at a step's boundary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -23,38 +25,39 @@ from headwater.metrics import names
 from headwater.metrics.stat import Stat, merge, reduce
 from headwater.metrics.timer import StepTimer
 from headwater.rollout.rollout import score_groups, summarize, validate
-from headwater.workers.train import train_sequences
+from headwater.workers.train import train_sequences, with_advantages
+from headwater.workers.value import ValueWorker, estimate_advantages
 
 
-def run_grpo(run: Runtime, stop: StopRequest) -> None:
-    """Train until `grpo.max_num_steps` or until a stop is asked for; what was trained is saved either way."""
-    config, state = run.config, run.state
+def run_rl(run: Runtime, stop: StopRequest) -> None:
+    """Train until `max_num_steps` or until a stop is asked for; what was trained is saved either way."""
+    config, algorithm, state = run.config, run.config.algorithm, run.state
     saved_step = state.step
     accuracies: list[float] = []
-    if state.step < config.grpo.max_num_steps and (config.grpo.val_at_start or _metric_is_missing(run)):
+    if state.step < algorithm.max_num_steps and (algorithm.val_at_start or _metric_is_missing(run)):
         _validate_and_log(run, stop, accuracies)
 
-    while state.step < config.grpo.max_num_steps and not stop.requested:
+    while state.step < algorithm.max_num_steps and not stop.requested:
         timer = StepTimer()
         with timer.time(names.TIMING_TOTAL_STEP_TIME):
-            optim_steps = state.optim_steps
+            optim_steps = state.optim_steps, state.value_optim_steps
             try:
                 metrics = train_step(run, timer)
             except HeadwaterError:
                 # A reward that fails or a prompt too long must not cost the steps before it.
-                if saved_step < state.step and state.optim_steps == optim_steps:
+                if saved_step < state.step and (state.optim_steps, state.value_optim_steps) == optim_steps:
                     _finish_saves(run, save=True)
                 raise
             stop.step_ended()
             _record_ranking_metric(run, metrics)  # before the save, so that the checkpoint knows its own rank
             if _is_save_due(run):
-                may_skip = state.step < config.grpo.max_num_steps and not stop.requested
+                may_skip = state.step < algorithm.max_num_steps and not stop.requested
                 _save(run, timer, may_skip=may_skip)
                 if not may_skip or config.checkpointing.when_busy != "skip":
                     saved_step = state.step  # else a stop asked for meanwhile has it saved once more
             metrics |= sync(run, timer)
-        last = state.step == config.grpo.max_num_steps
-        if not stop.requested and (_is_period(state.step, config.grpo.val_period) or (last and config.grpo.val_at_end)):
+        last = state.step == algorithm.max_num_steps
+        if not stop.requested and (_is_period(state.step, algorithm.val_period) or (last and algorithm.val_at_end)):
             metrics |= _validate(run, stop, accuracies)
         _log(run, metrics | timer.seconds | _checkpoint_news(run))
 
@@ -66,35 +69,67 @@ def run_grpo(run: Runtime, stop: StopRequest) -> None:
 
 def train_step(run: Runtime, timer: StepTimer) -> dict[str, float]:
     """Generate, score and train once. Returns the step's metrics; its times are in `timer`."""
-    grpo, state = run.config.grpo, run.state
+    algorithm, state = run.config.algorithm, run.state
     run.progress.phase("generate")
     with timer.time(names.TIMING_GENERATION):
-        prompts = run.prompts.next(grpo.num_prompts_per_step)
-        answers = run.generator.generate(prompts, grpo.num_generations_per_prompt, run.sampling)
+        prompts = run.prompts.next(algorithm.num_prompts_per_step)
+        answers = run.generator.generate(prompts, algorithm.num_generations_per_prompt, run.sampling)
     with timer.time(names.TIMING_REWARD):
         groups = score_groups(run.environment, prompts, answers)
     rewards = torch.stack([group.rewards for group in groups])
-    sequences = train_sequences(groups, ADVANTAGES[grpo.advantage](rewards))
-    optim_steps = len(sequences) // run.config.policy.train_global_batch_size
 
     run.progress.phase("score")
-    with timer.time(names.TIMING_POLICY_AND_REFERENCE_LOGPROBS):
-        sequences = run.policy.score(sequences, optim_steps=optim_steps)
+    epochs = algorithm.policy_epochs(state.step + 1)
+    sequences, metrics = _score(run, groups, rewards, epochs, timer)
 
     run.progress.phase("train")
+    if run.value is not None and run.config.ppo is not None:
+        with timer.time(names.TIMING_VALUE_TRAINING):
+            metrics |= _train_value(run, run.value, sequences, run.config.ppo.ppo_epochs)
     with timer.time(names.TIMING_POLICY_TRAINING):
-        metrics = _train(run, sequences)
+        metrics |= _train(run, sequences, epochs)
     state.step += 1
     state.cursor = run.prompts.cursor.state_dict()
     return metrics | _rollout_metrics(groups, rewards, timer)
 
 
-def _train(run: Runtime, sequences: Sequence[TrainSequence]) -> dict[str, float]:
-    """One optimizer step for each global batch with anything to train on; without any, the weights stay as they are."""
-    size = run.config.policy.train_global_batch_size
+def _score(
+    run: Runtime, groups: Sequence[Group], rewards: torch.Tensor, epochs: int, timer: StepTimer
+) -> tuple[list[TrainSequence], dict[str, float]]:
+    """The completions with all that the losses need, their advantages included. epochs: of the policy."""
+    config = run.config
+    sequences = train_sequences(groups)
+    if config.grpo is not None:
+        sequences = with_advantages(sequences, ADVANTAGES[config.grpo.advantage](rewards))
+    optim_steps = epochs * (len(sequences) // config.policy.train_global_batch_size)
+    kl_in_reward = config.ppo is not None and config.ppo.kl_penalty_in_reward > 0
+    with timer.time(names.TIMING_POLICY_AND_REFERENCE_LOGPROBS):
+        sequences = run.policy.score(sequences, optim_steps=optim_steps, for_reward=kl_in_reward)
+    if run.value is None or config.ppo is None:
+        return sequences, {}
+    with timer.time(names.TIMING_VALUES):
+        values = run.value.values(sequences)
+    sequences, explained = estimate_advantages(sequences, rewards.flatten(), values, config.ppo)
+    return sequences, {} if explained is None else {names.TRAIN_CRITIC_EXPLAINED_VAR: explained}
+
+
+def _train_value(run: Runtime, value: ValueWorker, sequences: Sequence[TrainSequence], epochs: int) -> dict[str, float]:
+    """One optimizer step of the value model for each of its global batches, in each epoch."""
+    assert run.config.value is not None
     stats: list[dict[str, Stat]] = []
-    for start in range(0, len(sequences), size):
-        batch = sequences[start : start + size]
+    for batch in _batches(sequences, run.config.value.train_global_batch_size, epochs):
+        result = value.forward_backward(batch)
+        step = value.optim_step()
+        run.state.value_optim_steps += 1
+        own = {names.TRAIN_CRITIC_GRAD_NORM: step.grad_norm, names.TRAIN_CRITIC_LR: step.lr}
+        stats += [result.stats, {tag: Stat.mean(value, 1) for tag, value in own.items()}]
+    return reduce(merge(stats)) | {names.TRAIN_CRITIC_OPTIM_STEPS: float(run.state.value_optim_steps)}
+
+
+def _train(run: Runtime, sequences: Sequence[TrainSequence], epochs: int) -> dict[str, float]:
+    """One optimizer step for each global batch with anything to train on; without any, the weights stay as they are."""
+    stats: list[dict[str, Stat]] = []
+    for batch in _batches(sequences, run.config.policy.train_global_batch_size, epochs):
         if not run.policy.is_worth_a_step(batch):
             continue
         result = run.policy.forward_backward(batch)
@@ -105,6 +140,13 @@ def _train(run: Runtime, sequences: Sequence[TrainSequence]) -> dict[str, float]
     if stats:
         run.state.weight_version += 1
     return reduce(merge(stats)) | {names.TRAIN_OPTIM_STEPS: float(run.state.optim_steps)}
+
+
+def _batches(sequences: Sequence[TrainSequence], size: int, epochs: int) -> Iterator[Sequence[TrainSequence]]:
+    """Global batches in order, anew in each epoch."""
+    for _ in range(epochs):
+        for start in range(0, len(sequences), size):
+            yield sequences[start : start + size]
 
 
 def sync(run: Runtime, timer: StepTimer) -> dict[str, float]:
@@ -121,24 +163,23 @@ def _is_period(step: int, period: int) -> bool:
 
 
 def _is_save_due(run: Runtime) -> bool:
-    last = run.state.step == run.config.grpo.max_num_steps
+    last = run.state.step == run.config.algorithm.max_num_steps
     return run.checkpoints is not None and (last or _is_period(run.state.step, run.config.checkpointing.save_period))
 
 
 def _save(run: Runtime, timer: StepTimer, *, may_skip: bool) -> None:
     assert run.checkpoints is not None
     run.progress.phase("save")
-    engine = run.policy.engine
     with timer.time(names.TIMING_CHECKPOINTING):
         run.state.metric_history = run.checkpoints.metric_history
         run.checkpoints.save(
             step=run.state.step,
-            components={"policy": engine.state_chunks()},
+            components={name: engine.state_chunks() for name, engine in run.trained.items()},
             trainer_state=run.state.to_json(),
             config_yaml=run.config_yaml,
             tokenizer=run.save_tokenizer,
             weight_version=run.state.weight_version,
-            fences=[engine.fence],
+            fences=[engine.fence for engine in run.trained.values()],
             may_skip=may_skip,
         )
 
@@ -150,7 +191,8 @@ def _checkpoint_news(run: Runtime) -> dict[str, float]:
     news = run.checkpoints.take_news()
     for note in news.notes:
         run.progress.note(note)
-    return news.metrics | {names.CHECKPOINT_FENCE_WAIT_S: run.policy.engine.fence.take_waited_s()}
+    waited_s = sum(engine.fence.take_waited_s() for engine in run.trained.values())
+    return news.metrics | {names.CHECKPOINT_FENCE_WAIT_S: waited_s}
 
 
 def _finish_saves(run: Runtime, *, save: bool) -> None:
@@ -172,9 +214,8 @@ def _metric_is_missing(run: Runtime) -> bool:
     """A resumed checkpoint whose ranking metric was due but is unknown: the run ended between save and validation."""
     name, step = run.config.checkpointing.metric_name, run.state.step
     known = run.checkpoints is None or str(step) in run.checkpoints.metric_history
-    return bool(
-        name and name.startswith("validation/") and _is_period(step, run.config.grpo.val_period) and step and not known
-    )
+    period = run.config.algorithm.val_period
+    return bool(name and name.startswith("validation/") and _is_period(step, period) and step and not known)
 
 
 def _validate_and_log(run: Runtime, stop: StopRequest, accuracies: list[float]) -> None:
@@ -189,7 +230,7 @@ def _validate(run: Runtime, stop: StopRequest, accuracies: list[float]) -> dict[
     """Greedy answers to the held-out problems; nothing where a stop was asked for meanwhile."""
     run.progress.phase("validate")
     completions, scores = [], []
-    size = run.config.grpo.val_batch_size
+    size = run.config.algorithm.val_batch_size
     for start in range(0, len(run.validation), size):
         if stop.requested:
             return {}
@@ -210,8 +251,7 @@ def _validate(run: Runtime, stop: StopRequest, accuracies: list[float]) -> dict[
 
 
 def _log(run: Runtime, metrics: dict[str, float]) -> None:
-    completions = run.config.grpo.num_prompts_per_step * run.config.grpo.num_generations_per_prompt
-    tokens = metrics[names.TRAIN_MEAN_GEN_TOKENS_PER_SAMPLE] * completions
+    tokens = metrics[names.TRAIN_MEAN_GEN_TOKENS_PER_SAMPLE] * run.config.algorithm.completions_per_step
     metrics[names.PERFORMANCE_TOKENS_PER_SEC] = tokens / metrics[names.TIMING_TOTAL_STEP_TIME]
     if torch.cuda.is_available():
         metrics[names.MEMORY_ALLOCATED] = float(torch.cuda.memory_allocated())
@@ -231,10 +271,10 @@ def _record_ranking_metric(run: Runtime, metrics: dict[str, float]) -> None:
 def _rollout_metrics(groups: Sequence[Group], rewards: torch.Tensor, timer: StepTimer) -> dict[str, float]:
     completions = [completion for group in groups for completion in group.completions]
     tokens = sum(len(completion.token_ids) for completion in completions)
-    within = rewards.std(dim=1)
+    groups_have_std = rewards.shape[1] > 1
     return {
         names.TRAIN_REWARD: rewards.mean().item(),
-        names.TRAIN_REWARD_STD: within.mean().item(),
+        names.TRAIN_REWARD_STD: (rewards.std(dim=1).mean() if groups_have_std else rewards.std(correction=0)).item(),
         names.TRAIN_GROUPS_WITH_SIGNAL: float((rewards != rewards[:, :1]).any(dim=1).sum()),
         names.TRAIN_MEAN_GEN_TOKENS_PER_SAMPLE: tokens / len(completions),
         names.PERFORMANCE_GENERATION_TOKENS_PER_SEC: tokens / timer.seconds[names.TIMING_GENERATION],

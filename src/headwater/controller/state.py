@@ -17,16 +17,20 @@ from headwater.errors import UserError
 class TrainerState:
     """Counters of a run. All of it is at a step's boundary whenever it is read.
 
-    step: training steps done. optim_steps: optimizer steps taken. weight_version: of the newest policy.
+    step: training steps done. optim_steps, value_optim_steps: optimizer steps taken of the policy, of the value model.
+    weight_version: of the newest policy.
     cursor: position in the stream of prompts. dataset: fingerprint of the training data.
     base_model: digest of the weights that the run began with, which are the reference policy's too.
+    value_base_model: the same of the value model, empty without one.
     metric_history: see CheckpointManager.
     """
 
     dataset: str
     base_model: str
+    value_base_model: str = ""
     step: int = 0
     optim_steps: int = 0
+    value_optim_steps: int = 0
     weight_version: int = 0
     cursor: dict[str, int] = field(default_factory=dict)
     metric_history: dict[str, float] = field(default_factory=dict)

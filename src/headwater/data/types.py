@@ -93,18 +93,24 @@ class Group:
 class TrainSequence:
     """One completion as the trainer sees it. Sequences with an equal `group` share `prompt_ids`.
 
-    prompt_ids [P], completion_ids [C]: int64. advantage: fp32 scalar of the whole completion.
+    prompt_ids [P], completion_ids [C]: int64.
     generation_logprobs, sampling_logprobs: [C] fp32, from the generator.
     prev_logprobs: [C] fp32 of the policy before this batch's first optimizer step; None when the
     batch is one optimizer step, where they equal the current ones.
     reference_logprobs: [C] fp32 of the frozen reference policy; None without a KL penalty.
+    advantages: [C] fp32, those of each token, equal ones where the algorithm has one a completion; None until they are
+    estimated.
+    values, returns: [C] fp32, of the value model before this batch's first update, and what it is fitted to; None
+    without a value model.
     """
 
     group: int
     prompt_ids: torch.Tensor
     completion_ids: torch.Tensor
-    advantage: float
     generation_logprobs: torch.Tensor
     sampling_logprobs: torch.Tensor
     prev_logprobs: torch.Tensor | None = None
     reference_logprobs: torch.Tensor | None = None
+    advantages: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    returns: torch.Tensor | None = None

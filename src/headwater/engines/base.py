@@ -84,6 +84,14 @@ class TrainEngine(Protocol):
         ...
 
 
+class ValueEngine(TrainEngine, Protocol):
+    """A value model. What its loss functions get is values in place of log-probs."""
+
+    def values(self, sequences: Sequence[TrainSequence]) -> list[torch.Tensor]:
+        """Value of the state before each completion token, [C] fp32 a sequence, without gradients."""
+        ...
+
+
 class GenerateEngine(Protocol):
     """A model that answers prompts."""
 

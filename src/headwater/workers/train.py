@@ -20,19 +20,26 @@ from headwater.engines.base import ForwardBackward, OptimStep, TrainEngine
 from headwater.metrics.stat import Stat
 
 
-def train_sequences(groups: Sequence[Group], advantages: torch.Tensor) -> list[TrainSequence]:
-    """Completions of all groups in order, with their advantages [N, G] fp32."""
+def train_sequences(groups: Sequence[Group]) -> list[TrainSequence]:
+    """Completions of all groups in order."""
     return [
         TrainSequence(
             group=group.prompt.draw,
             prompt_ids=torch.tensor(group.prompt.token_ids),
             completion_ids=torch.tensor(completion.token_ids),
-            advantage=advantage,
             generation_logprobs=completion.logprobs,
             sampling_logprobs=completion.sampling_logprobs,
         )
-        for group, row in zip(groups, advantages.tolist(), strict=True)
-        for completion, advantage in zip(group.completions, row, strict=True)
+        for group in groups
+        for completion in group.completions
+    ]
+
+
+def with_advantages(sequences: Sequence[TrainSequence], advantages: torch.Tensor) -> list[TrainSequence]:
+    """Sequences in the order of `train_sequences`, with one advantage a completion: [N, G] fp32."""
+    return [
+        replace(sequence, advantages=advantage.expand(len(sequence.completion_ids)))
+        for sequence, advantage in zip(sequences, advantages.flatten(), strict=True)
     ]
 
 
@@ -53,14 +60,16 @@ class PolicyWorker:
         """Whether anything of the batch is trained on."""
         return any(self._is_trained(sequence) for sequence in batch)
 
-    def score(self, sequences: Sequence[TrainSequence], *, optim_steps: int) -> list[TrainSequence]:
+    def score(
+        self, sequences: Sequence[TrainSequence], *, optim_steps: int, for_reward: bool = False
+    ) -> list[TrainSequence]:
         """Add what the loss compares with: the reference's log-probs, and the policy's own before the first step.
 
         With a single optimizer step over the sequences the policy's own are those of the training pass
-        itself, so nothing is computed for them.
+        itself, so nothing is computed for them, unless they count in the reward (`for_reward`).
         """
         scored = list(sequences)
-        if optim_steps > 1:
+        if optim_steps > 1 or for_reward:
             before = self.engine.logprobs(self._worth_training(scored))
             by_index = iter(before)
             scored = [replace(s, prev_logprobs=next(by_index)) if self._is_trained(s) else s for s in scored]
@@ -90,7 +99,7 @@ class PolicyWorker:
         return self.engine.optim_step()
 
     def _is_trained(self, sequence: TrainSequence) -> bool:
-        return not self._skips or sequence.advantage != 0
+        return not self._skips or sequence.advantages is None or bool(sequence.advantages.any())
 
     def _worth_training(self, batch: Sequence[TrainSequence]) -> list[TrainSequence]:
         return [sequence for sequence in batch if self._is_trained(sequence)]
@@ -101,14 +110,15 @@ class PolicyWorker:
         device = logprobs_T.device
         lengths = torch.tensor([len(sequence.completion_ids) for sequence in sequences])
         index_T = torch.arange(len(sequences)).repeat_interleave(lengths)
-        advantages = torch.tensor([sequence.advantage for sequence in sequences], dtype=torch.float32)
+        advantages = [sequence.advantages for sequence in sequences if sequence.advantages is not None]
+        assert len(advantages) == len(sequences), "advantages were estimated before"
         inputs = PolicyLossInputs(
             logprobs_T=logprobs_T,
             generation_logprobs_T=_flat([s.generation_logprobs for s in sequences], device),
             sampling_logprobs_T=_flat([s.sampling_logprobs for s in sequences], device),
             prev_logprobs_T=_flat_or_none([s.prev_logprobs for s in sequences], device),
             reference_logprobs_T=_flat_or_none([s.reference_logprobs for s in sequences], device),
-            advantages_T=advantages[index_T].to(device),
+            advantages_T=_flat(advantages, device),
             sequence_T=index_T.to(device),
             num_sequences=len(sequences),
         )

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from headwater.checkpoint.chunk import Chunk
 from headwater.checkpoint.fence import Fence, Staged
 from headwater.checkpoint.reader import ComponentReader
-from headwater.config.schema import PolicyConfig
+from headwater.config.schema import EngineConfig, PolicyConfig
 from headwater.data.packing import PackedBatch, pack
 from headwater.data.types import TrainSequence
 from headwater.engines.attention import register_attention
@@ -36,9 +36,12 @@ class TorchEngine:
     moves_on_host: an offload really moves storage where the device is the host already, too; otherwise it does nothing.
     """
 
+    group = "policy"
+    """Of the configuration, as messages name it."""
+
     def __init__(
         self,
-        config: PolicyConfig,
+        config: EngineConfig,
         model_path: Path,
         device: torch.device,
         *,
@@ -54,16 +57,16 @@ class TorchEngine:
             attn_implementation=register_attention(),
             trust_remote_code=config.trust_remote_code,
         )
-        _require_context(self.model, config.max_total_sequence_length)
+        _require_context(self.model, config.max_total_sequence_length, self.group)
         _disable_dropout(self.model)
-        self._fp32_head = _fp32_head(self.model) if config.fp32_lm_head else None
+        self._fp32_head = self._prepare_head()
         self.model.requires_grad_(trainable)
         self.model.to(device)  # pyright: ignore[reportArgumentType]
         self.model.train(trainable and config.torch_cfg.activation_checkpointing)
         if self.model.training:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         params = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
-        self.optimizer = MasterAdamW(params, config.optimizer, config.scheduler) if params else None
+        self.optimizer = MasterAdamW(params, config.optimizer, config.scheduler, self.group) if params else None
         self._moves = moves_on_host or device.type != "cpu"
         self._parked_weights, self._parked_optimizer = Parking("weights"), Parking("optimizer state")
 
@@ -168,12 +171,20 @@ class TorchEngine:
 
     def _forward(self, sequences: Sequence[TrainSequence]) -> torch.Tensor:
         """Log-probabilities [T] fp32 of all completion tokens, in order, under the sampling temperature."""
+        assert isinstance(self._config, PolicyConfig)
+        batch = self._packed(sequences)
+        return selected_logprobs(self._logits(batch), batch.targets, self._config.generation.temperature)
+
+    def _prepare_head(self) -> Fp32Head | None:
+        assert isinstance(self._config, PolicyConfig)
+        return _fp32_head(self.model) if self._config.fp32_lm_head else None
+
+    def _packed(self, sequences: Sequence[TrainSequence]) -> PackedBatch:
         if self._parked_weights.occupied:
             raise HeadwaterError(_OFFLOADED)
         packing = self._config.sequence_packing
         batch = pack(sequences, max_tokens_per_row=packing.max_tokens_per_row if packing.enabled else None)
-        batch = batch.to(self.model.device)
-        return selected_logprobs(self._logits(batch), batch.targets, self._config.generation.temperature)
+        return batch.to(self.model.device)
 
     def _logits(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [T, V] at the predicting positions only: the head is the widest layer there is.
@@ -210,7 +221,7 @@ def _cut(sequences: Sequence[TrainSequence], size: int) -> list[Sequence[TrainSe
     return [sequences[start : start + size] for start in range(0, len(sequences), size)]
 
 
-def _require_context(model: PreTrainedModel, longest: int) -> None:
+def _require_context(model: PreTrainedModel, longest: int, group: str) -> None:
     """Refuse a model that was not made for `longest` tokens, or whose layers would not attend to all of them.
 
     The mask of packed rows is handed to every layer as it is, so a narrower window would be ignored.
@@ -219,7 +230,7 @@ def _require_context(model: PreTrainedModel, longest: int) -> None:
     context = getattr(config, "max_position_embeddings", None)
     if context is not None and longest > context:
         raise UserError(
-            f"policy.max_total_sequence_length ({longest}) exceeds the context of {type(model).__name__}: "
+            f"{group}.max_total_sequence_length ({longest}) exceeds the context of {type(model).__name__}: "
             f"{context} tokens"
         )
     other = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
@@ -229,7 +240,7 @@ def _require_context(model: PreTrainedModel, longest: int) -> None:
     if window is not None and window < longest and getattr(config, "use_sliding_window", True):
         raise UserError(
             f"{type(model).__name__} attends to {window} tokens only: "
-            "set policy.max_total_sequence_length to that or less"
+            f"set {group}.max_total_sequence_length to that or less"
         )
 
 

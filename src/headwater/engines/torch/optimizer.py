@@ -22,14 +22,19 @@ class MasterAdamW:
     Gradients of all microbatches are added up in fp32, since sums in bf16 would depend on how a batch is
     cut. Where a parameter is fp32 already, it is its own master.
 
-    params: Hugging Face names and parameters; tied ones once.
+    params: Hugging Face names and parameters; tied ones once. group: of the configuration, as messages name it.
     """
 
     def __init__(
-        self, params: Mapping[str, torch.nn.Parameter], config: OptimizerConfig, scheduler: SchedulerConfig
+        self,
+        params: Mapping[str, torch.nn.Parameter],
+        config: OptimizerConfig,
+        scheduler: SchedulerConfig,
+        group: str = "policy",
     ) -> None:
         self._config = config
         self._scheduler = scheduler
+        self._group = group
         self._params = dict(params)
         self._masters: dict[str, torch.Tensor] = {}
         for name, param in self._params.items():
@@ -61,7 +66,7 @@ class MasterAdamW:
             self.zero_grad()
             raise HeadwaterError(
                 f"the gradient norm is {norm} at optimizer step {self.steps + 1}: nothing was applied; lower "
-                "policy.optimizer.lr or look for a reward or loss that grows without bound"
+                f"{self._group}.optimizer.lr or look for a reward or loss that grows without bound"
             )
         if max_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(self._masters.values(), max_grad_norm, torch.tensor(norm))
