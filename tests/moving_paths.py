@@ -11,12 +11,21 @@ from headwater.checkpoint.compare import check_freshness
 from headwater.checkpoint.digest import digest
 from headwater.checkpoint.manager import CheckpointManager
 from headwater.checkpoint.reader import Checkpoint, verify
+from headwater.config.load import load_config
 from headwater.config.schema import CheckpointingConfig
 from headwater.data.types import TrainSequence
 from headwater.engines.torch.engine import TorchEngine
+from headwater.engines.torch.value import TorchValueEngine
+from headwater.models.resolve import resolve
 
 Engines = dict[str, TorchEngine]
 MovingPath = Callable[[Engines, Sequence[TrainSequence], CheckpointManager], None]
+
+
+def value_engine(precision: str, device: torch.device, *, moves_on_host: bool = False) -> TorchValueEngine:
+    config = load_config("ppo_tiny", [f"policy.precision={precision}"]).config.value
+    assert config is not None
+    return TorchValueEngine(config, resolve(config.model_name), device, moves_on_host=moves_on_host)
 
 
 def train(engine: TorchEngine, rollout: Sequence[TrainSequence]) -> None:

@@ -28,5 +28,9 @@ def test_saves_around_each_path_hold_what_was_live(
     tmp_path: Path,
 ) -> None:
     config = load_config("grpo_tiny", [f"policy.precision={precision}"]).config.policy
-    engines = {name: TorchEngine(config, tiny_model, torch.device("cuda", 0)) for name in ("policy", "value")}
+    device = torch.device("cuda", 0)
+    engines = {
+        "policy": TorchEngine(config, tiny_model, device),
+        "value": moving_paths.value_engine(precision, device),
+    }
     moving_paths.assert_saves_around(path, engines, recorded_rollout, tmp_path)

@@ -80,6 +80,9 @@ class PpoConfig(AlgorithmConfig):
     0 builds the reference."""
     whiten_advantages: bool = True
     """Scale the advantages of all tokens of a step to mean 0 and standard deviation 1."""
+    models_take_turns: bool = False
+    """Keep the policy in host memory, optimizer state included, while the value model works, and the other way round: a
+    device that holds either can train both."""
 
     def policy_epochs(self, step: int) -> int:
         return self.ppo_epochs if step >= self.policy_training_start_step else 0

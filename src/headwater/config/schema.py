@@ -136,6 +136,8 @@ class PolicyConfig(EngineConfig):
     tokenizer: TokenizerConfig = TokenizerConfig()
     fp32_lm_head: bool = False
     """Compute logits in fp32 under a bf16 model: trainer and generator disagree less, for a slower head."""
+    offload_optimizer_for_logprob: bool = False
+    """Keep master weights and moments in host memory while log-probabilities are computed."""
     generation: GenerationConfig = GenerationConfig()
 
     @model_validator(mode="after")

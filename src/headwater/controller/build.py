@@ -59,8 +59,13 @@ def build(loaded: LoadedConfig, console: Console | None = None) -> Iterator[Runt
         tokenizer = _tokenizer(config, model_path)
         environment = TolerantEnvironment(build_environment(config.env), config.env.tolerated_failures)
         prompts, validation = _prompts(config, tokenizer)
-        engine = TorchEngine(config.policy, model_path, device)
-        value = TorchValueEngine(config.value, _model_path(config.value), device) if config.value is not None else None
+        turns = config.ppo is not None and config.ppo.models_take_turns
+        # Where the host is the device, storage moves for the one who asks for it, and not for the reference policy.
+        moves = turns or config.policy.offload_optimizer_for_logprob
+        engine = TorchEngine(config.policy, model_path, device, moves_on_host=moves)
+        value = None
+        if config.value is not None:
+            value = TorchValueEngine(config.value, _model_path(config.value), device, moves_on_host=turns)
         engines: dict[str, TorchEngine] = {"policy": engine} if value is None else {"policy": engine, "value": value}
         reference = _reference(config, model_path, device)
 
@@ -77,6 +82,8 @@ def build(loaded: LoadedConfig, console: Console | None = None) -> Iterator[Runt
             state = _resume(checkpoint, state, engines)
             prompts.cursor.load_state_dict(state.cursor)
             checkpoints.restore_metric_history(state.metric_history)
+        if value is not None and turns:
+            value.offload()
         generator = NativeGenerator(engine.model, tokenizer, config.policy.generation.max_batch_size)
         sinks = open_sinks(config.logger, state.step + 1)
         for sink in sinks:
@@ -97,6 +104,7 @@ def build(loaded: LoadedConfig, console: Console | None = None) -> Iterator[Runt
                 reference,
                 config.loss_fn,
                 skip_without_signal=config.grpo is not None and config.grpo.skip_groups_without_signal,
+                offload_optimizer_for_logprob=config.policy.offload_optimizer_for_logprob,
             ),
             value=ValueWorker(value, config.value.clip_range)
             if value is not None and config.value is not None

@@ -86,6 +86,9 @@ def train_step(run: Runtime, timer: StepTimer) -> dict[str, float]:
     if run.value is not None and run.config.ppo is not None:
         with timer.time(names.TIMING_VALUE_TRAINING):
             metrics |= _train_value(run, run.value, sequences, run.config.ppo.ppo_epochs)
+            if run.config.ppo.models_take_turns:
+                run.value.engine.offload()
+                run.policy.engine.onload()
     with timer.time(names.TIMING_POLICY_TRAINING):
         metrics |= _train(run, sequences, epochs)
     state.step += 1
@@ -108,6 +111,9 @@ def _score(
     if run.value is None or config.ppo is None:
         return sequences, {}
     with timer.time(names.TIMING_VALUES):
+        if config.ppo.models_take_turns:
+            run.policy.engine.offload()
+            run.value.engine.onload()
         values = run.value.values(sequences)
     sequences, explained = estimate_advantages(sequences, rewards.flatten(), values, config.ppo)
     return sequences, {} if explained is None else {names.TRAIN_CRITIC_EXPLAINED_VAR: explained}

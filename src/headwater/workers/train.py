@@ -47,11 +47,18 @@ class PolicyWorker:
     """The trained policy and, where the loss has a KL penalty, its frozen reference."""
 
     def __init__(
-        self, engine: TrainEngine, reference: TrainEngine | None, loss: LossConfig, *, skip_without_signal: bool
+        self,
+        engine: TrainEngine,
+        reference: TrainEngine | None,
+        loss: LossConfig,
+        *,
+        skip_without_signal: bool,
+        offload_optimizer_for_logprob: bool = False,
     ) -> None:
         self.engine = engine
         self.reference = reference
         self._loss = loss
+        self._offloads_optimizer = offload_optimizer_for_logprob
         self._skips = skip_without_signal and not needs_all_groups(loss)
         self.tokens_trained = 0
         """Completion tokens that went through a backward pass so far."""
@@ -69,6 +76,8 @@ class PolicyWorker:
         itself, so nothing is computed for them, unless they count in the reward (`for_reward`).
         """
         scored = list(sequences)
+        if self._offloads_optimizer and (optim_steps > 1 or for_reward or self.reference is not None):
+            self.engine.offload_optimizer()
         if optim_steps > 1 or for_reward:
             before = self.engine.logprobs(self._worth_training(scored))
             by_index = iter(before)
@@ -78,6 +87,7 @@ class PolicyWorker:
             reference = self.reference.logprobs(scored)
             self.reference.offload()
             scored = [replace(s, reference_logprobs=logprobs) for s, logprobs in zip(scored, reference, strict=True)]
+        self.engine.onload()
         return scored
 
     def forward_backward(self, batch: Sequence[TrainSequence]) -> ForwardBackward:

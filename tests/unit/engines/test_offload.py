@@ -243,7 +243,10 @@ def test_saves_around_each_path_hold_what_was_live(
     recorded_rollout: list[TrainSequence],
     tmp_path: Path,
 ) -> None:
-    engines = {name: make_engine(f"policy.precision={precision}", moves_on_host=True) for name in ("policy", "value")}
+    engines = {
+        "policy": make_engine(f"policy.precision={precision}", moves_on_host=True),
+        "value": moving_paths.value_engine(precision, torch.device("cpu"), moves_on_host=True),
+    }
     moving_paths.assert_saves_around(path, engines, recorded_rollout, tmp_path)
 
 
