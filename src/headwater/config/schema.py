@@ -88,6 +88,16 @@ class SequencePackingConfig(Strict):
 class TorchConfig(Strict):
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them."""
+    tensor_parallel_size: PositiveInt = 1
+    """Processes that share each matrix; the rest of the training processes shard by FSDP and split the batch."""
+    sequence_parallel: bool = False
+    """Cut norms and residuals by position over the tensor-parallel processes; needs tensor_parallel_size above 1."""
+
+    @model_validator(mode="after")
+    def _sequence_parallel_needs_ranks(self) -> TorchConfig:
+        if self.sequence_parallel and self.tensor_parallel_size == 1:
+            raise ValueError("sequence_parallel needs tensor_parallel_size above 1")
+        return self
 
 
 class GenerationConfig(Strict):

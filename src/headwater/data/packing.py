@@ -56,8 +56,8 @@ class PackedBatch:
         return PackedBatch(**{name: value.to(device) for name, value in vars(self).items()})
 
 
-def pack(sequences: Sequence[TrainSequence], *, max_tokens_per_row: int | None) -> PackedBatch:
-    """Lay sequences out as rows.
+def pack(sequences: Sequence[TrainSequence], *, max_tokens_per_row: int | None, multiple_of: int = 1) -> PackedBatch:
+    """Lay sequences out as rows, padded on the right to a multiple of `multiple_of` tokens.
 
     max_tokens_per_row: upper bound of a row (a single longer sequence gets a longer row). None: one
     sequence a row, right-padded. Rows are as long as the longest block, not as the bound: rows of one
@@ -67,7 +67,7 @@ def pack(sequences: Sequence[TrainSequence], *, max_tokens_per_row: int | None) 
     lengths = [_block_length(sequences, block) for block in blocks]
     capacity = max(lengths)
     rows = _first_fit(lengths, capacity) if max_tokens_per_row is not None else [[i] for i in range(len(blocks))]
-    shape = (len(rows), capacity)
+    shape = (len(rows), -(-capacity // multiple_of) * multiple_of)
     batch = PackedBatch(
         input_ids=torch.zeros(shape, dtype=torch.int64),
         position_ids=torch.zeros(shape, dtype=torch.int64),

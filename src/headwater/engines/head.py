@@ -19,10 +19,14 @@ class Fp32Head:
     A generator asks for the fp32 weight at every token, so a copy is kept. Its key is the storage and the
     version that every in-place write raises, never the name: neither a step nor a move leaves an old one
     in use. `release` drops it, for an offload.
+
+    keeps_copy: false where the weight is gathered anew for each pass, as FSDP does: it comes back in the same storage
+    without raising the version.
     """
 
-    def __init__(self, head: torch.nn.Linear) -> None:
+    def __init__(self, head: torch.nn.Linear, *, keeps_copy: bool = True) -> None:
         self._head = head
+        self._keeps_copy = keeps_copy
         self._key: Any = None
         self._copy: torch.Tensor | None = None
         head.forward = self._forward
@@ -33,7 +37,8 @@ class Fp32Head:
 
     def _forward(self, input: torch.Tensor) -> torch.Tensor:
         head = self._head
-        weight = head.weight.float() if torch.is_grad_enabled() else self._converted(head.weight)
+        keeps = self._keeps_copy and not torch.is_grad_enabled()
+        weight = self._converted(head.weight) if keeps else head.weight.float()
         bias = head.bias.float() if head.bias is not None else None
         return F.linear(input.float(), weight, bias)
 

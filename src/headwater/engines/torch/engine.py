@@ -1,4 +1,4 @@
-"""Training of any transformers causal LM with full attention, in one process."""
+"""Training of any transformers causal LM with full attention, in one process or in several ranks together."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from headwater.checkpoint.chunk import Chunk
@@ -17,9 +18,11 @@ from headwater.data.types import TrainSequence
 from headwater.engines.attention import register_attention
 from headwater.engines.base import ForwardBackward, LossFn, OptimStep
 from headwater.engines.head import Fp32Head
-from headwater.engines.torch.logprobs import selected_logprobs
+from headwater.engines.torch.logprobs import VocabShard, selected_logprobs
 from headwater.engines.torch.offload import Parking
 from headwater.engines.torch.optimizer import STATE_PREFIX, MasterAdamW
+from headwater.engines.torch.parallel import Layout, check_model
+from headwater.engines.torch.sharding import distribute, local, whole_tensor
 from headwater.errors import HeadwaterError, UserError
 from headwater.metrics.stat import Stat, merge
 from headwater.models.resolve import load_model, shorten
@@ -34,6 +37,9 @@ class TorchEngine:
     model_path: a local Hugging Face folder. A frozen engine (`trainable=False`) has no optimizer and
     only scores: the reference policy.
     moves_on_host: an offload really moves storage where the device is the host already, too; otherwise it does nothing.
+
+    Where torch.distributed is initialized, all of its ranks make the engine and call each of its methods together,
+    with the same arguments, except `state_chunks`: sequences are split inside, and all ranks return the same.
     """
 
     group = "policy"
@@ -59,14 +65,21 @@ class TorchEngine:
         )
         _require_context(self.model, config.max_total_sequence_length, self.group)
         _disable_dropout(self.model)
+        self._layout = Layout.of_process_group(config.torch_cfg, device)
+        check_model(self.model.config.get_text_config(), self._layout)
         self._fp32_head = self._prepare_head()
         self.model.requires_grad_(trainable)
+        self._parts = distribute(self.model, self._layout)
         self.model.to(device)  # pyright: ignore[reportArgumentType]
         self.model.train(trainable and config.torch_cfg.activation_checkpointing)
         if self.model.training:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         params = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
-        self.optimizer = MasterAdamW(params, config.optimizer, config.scheduler, self.group) if params else None
+        self.optimizer = (
+            MasterAdamW(params, config.optimizer, config.scheduler, self.group, self._layout, self._parts)
+            if params
+            else None
+        )
         self._moves = moves_on_host or device.type != "cpu"
         self._parked_weights, self._parked_optimizer = Parking("weights"), Parking("optimizer state")
 
@@ -76,19 +89,28 @@ class TorchEngine:
         return sum(param.numel() for param in self.model.parameters() if param.requires_grad)
 
     @property
+    def layout(self) -> Layout:
+        """Which part of the model and of each batch is this rank's."""
+        return self._layout
+
+    @property
     def checkpoint_bytes(self) -> int:
-        """What the tensors of a checkpoint take, the moments included that the first step makes."""
-        weights = sum(tensor.numel() * tensor.element_size() for _, tensor in self.export_weights())
-        trainable = [param for param in self.model.parameters() if param.requires_grad]
-        return weights + sum(param.numel() * (8 if param.dtype == torch.float32 else 12) for param in trainable)
+        """What this rank's tensors of a checkpoint take, the moments included that the first step makes."""
+        total = 0
+        for name, tensor in self._tensors():
+            if self._parts[name].saved:
+                optimizer = 8 if tensor.dtype == torch.float32 else 12
+                total += self._parts[name].numel * (tensor.element_size() + optimizer * tensor.requires_grad)
+        return total
 
     @torch.no_grad()
     def logprobs(self, sequences: Sequence[TrainSequence]) -> list[torch.Tensor]:
-        result: list[torch.Tensor] = []
-        for part in _cut(sequences, self._config.logprob_batch_size):
-            lengths = [len(sequence.completion_ids) for sequence in part]
-            result += self._forward(part).cpu().split(lengths)
-        return result
+        own: list[torch.Tensor] = []
+        for part, is_own in self._microbatches(sequences, self._config.logprob_batch_size):
+            values = self._forward(part).cpu()
+            if is_own:
+                own += values.split([len(sequence.completion_ids) for sequence in part])
+        return [values for of_rank in self._layout.gather(own) for values in of_rank]
 
     def forward_backward(
         self, sequences: Sequence[TrainSequence], loss_fn: LossFn, denominator: float
@@ -96,12 +118,31 @@ class TorchEngine:
         self._require_onloaded()
         loss_sum = 0.0
         stats: list[dict[str, Stat]] = []
-        for part in _cut(sequences, self._config.train_micro_batch_size):
-            loss, part_stats = loss_fn(self._forward(part), part)
-            (loss / denominator).backward()
-            loss_sum += loss.item()
-            stats.append(part_stats)
-        return ForwardBackward(loss_sum, merge(stats))
+        for part, is_own in self._microbatches(sequences, self._config.train_micro_batch_size):
+            logprobs = self._forward(part)
+            if is_own:
+                loss, part_stats = loss_fn(logprobs, part)
+                (loss / denominator).backward()
+                loss_sum += loss.item()
+                stats.append(part_stats)
+            else:
+                logprobs.backward(torch.zeros_like(logprobs))
+            if self.optimizer is not None:
+                self.optimizer.take_gradients()
+        of_ranks = self._layout.gather((loss_sum, merge(stats)))
+        return ForwardBackward(sum(loss for loss, _ in of_ranks), merge(stats for _, stats in of_ranks))
+
+    def _microbatches(
+        self, sequences: Sequence[TrainSequence], size: int
+    ) -> list[tuple[Sequence[TrainSequence], bool]]:
+        """This rank's microbatches, and whether each is its own.
+
+        All ranks have the same number, since each pass gathers weights from all: one with fewer goes through any
+        sequence in place of those that it lacks.
+        """
+        own = _cut(self._layout.share(sequences), size)
+        rounds = -(-self._layout.largest_share(len(sequences)) // size)
+        return [(part, True) for part in own] + [(sequences[:1], False)] * (rounds - len(own))
 
     def optim_step(self) -> OptimStep:
         assert self.optimizer is not None, "a frozen engine does not step"
@@ -111,7 +152,9 @@ class TorchEngine:
         return OptimStep(norm, lr)
 
     def offload(self) -> None:
-        if self._moves:
+        if self._layout.world > 1:
+            self._move_shards(torch.device("cpu"))
+        elif self._moves:
             passed = self.fence.wait()
             if self._fp32_head is not None:
                 self._fp32_head.release()
@@ -119,7 +162,11 @@ class TorchEngine:
             self._park_optimizer(passed)
 
     def offload_optimizer(self) -> None:
-        if self._moves:
+        if self._layout.world > 1:
+            self.fence.wait()
+            if self.optimizer is not None:
+                self.optimizer.move(torch.device("cpu"))
+        elif self._moves:
             self._park_optimizer(self.fence.wait())
 
     def _park_optimizer(self, passed: Sequence[Staged]) -> None:
@@ -129,10 +176,19 @@ class TorchEngine:
             torch.cuda.empty_cache()
 
     def onload(self) -> None:
-        if self._parked_weights.occupied or self._parked_optimizer.occupied:
+        if self._layout.world > 1:
+            self._move_shards(self._device)
+        elif self._parked_weights.occupied or self._parked_optimizer.occupied:
             self.fence.wait()
             self._parked_weights.bring_back()
             self._parked_optimizer.bring_back()
+
+    def _move_shards(self, device: torch.device) -> None:
+        """Through pageable memory: FSDP makes its parameters anew where they move."""
+        self.fence.wait()
+        self.model.to(device)  # pyright: ignore[reportArgumentType]
+        if self.optimizer is not None:
+            self.optimizer.move(device)
 
     def _gradients(self) -> Iterator[torch.Tensor]:
         """Those that the model's own parameters have; the optimizer has the others."""
@@ -143,16 +199,13 @@ class TorchEngine:
             raise HeadwaterError(_OFFLOADED)
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        seen: set[int] = set()
-        for name, tensor in self.model.state_dict(keep_vars=True).items():
-            if id(tensor) not in seen:  # a tied weight appears under both its names
-                seen.add(id(tensor))
-                yield name, tensor.detach()
+        for name, tensor in self._tensors():
+            yield name, whole_tensor(tensor, self._parts[name])
 
     def state_chunks(self) -> Iterator[Chunk]:
-        params = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        for name, tensor in self.export_weights():
-            yield Chunk.whole(name, tensor, changes_in_forward=name not in params)
+        for name, tensor in self._tensors():
+            if self._parts[name].saved:
+                yield self._chunk(name, tensor)
         if self.optimizer is not None:
             yield from self.optimizer.state_chunks()
 
@@ -161,7 +214,9 @@ class TorchEngine:
         self.fence.wait()
         if self.optimizer is not None:
             self.optimizer.prepare_state({name for name in reader.names() if name.startswith(STATE_PREFIX)})
-        chunks = list(self.state_chunks())
+        chunks = [self._chunk(name, tensor) for name, tensor in self._tensors()]
+        if self.optimizer is not None:
+            chunks += self.optimizer.state_chunks(copies=True)
         unread = set(reader.names()) - {chunk.name for chunk in chunks}
         if unread:
             raise UserError(f"the checkpoint holds tensors that this model does not have: {shorten(sorted(unread))}")
@@ -169,21 +224,42 @@ class TorchEngine:
             for chunk in chunks:
                 reader.read_into(chunk)
 
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Parameters and buffers as they are now, tied ones once."""
+        seen: set[int] = set()
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            if id(tensor) not in seen:  # a tied weight appears under both its names
+                seen.add(id(tensor))
+                yield name, tensor
+
+    def _chunk(self, name: str, tensor: torch.Tensor) -> Chunk:
+        is_buffer = not isinstance(tensor, torch.nn.Parameter)
+        return self._parts[name].chunk(name, local(tensor), changes_in_forward=is_buffer)
+
     def _forward(self, sequences: Sequence[TrainSequence]) -> torch.Tensor:
         """Log-probabilities [T] fp32 of all completion tokens, in order, under the sampling temperature."""
         assert isinstance(self._config, PolicyConfig)
         batch = self._packed(sequences)
-        return selected_logprobs(self._logits(batch), batch.targets, self._config.generation.temperature)
+        logits, shard = self._logits(batch), None
+        if isinstance(logits, DTensor):
+            columns = -(-logits.shape[-1] // self._layout.tensor_size)
+            shard = VocabShard(columns * self._layout.tensor_rank, self._layout.axis("tensor").get_group())
+            logits = logits.to_local()
+        return selected_logprobs(logits, batch.targets, self._config.generation.temperature, shard)
 
     def _prepare_head(self) -> Fp32Head | None:
         assert isinstance(self._config, PolicyConfig)
-        return _fp32_head(self.model) if self._config.fp32_lm_head else None
+        return _fp32_head(self.model, self._layout.world == 1) if self._config.fp32_lm_head else None
 
     def _packed(self, sequences: Sequence[TrainSequence]) -> PackedBatch:
         if self._parked_weights.occupied:
             raise HeadwaterError(_OFFLOADED)
         packing = self._config.sequence_packing
-        batch = pack(sequences, max_tokens_per_row=packing.max_tokens_per_row if packing.enabled else None)
+        batch = pack(
+            sequences,
+            max_tokens_per_row=packing.max_tokens_per_row if packing.enabled else None,
+            multiple_of=self._layout.tensor_size if self._layout.sequence_parallel else 1,
+        )
         return batch.to(self.model.device)
 
     def _logits(self, batch: PackedBatch) -> torch.Tensor:
@@ -198,7 +274,8 @@ class TorchEngine:
 
         head = self.model.get_output_embeddings()
         assert head is not None, "a causal LM has a head"
-        handle = head.register_forward_pre_hook(pick)
+        # In front of tensor parallelism's own hook, after which the input is no plain tensor.
+        handle = head.register_forward_pre_hook(pick, prepend=True)
         try:
             return self.model(
                 input_ids=batch.input_ids,
@@ -210,11 +287,11 @@ class TorchEngine:
             handle.remove()
 
 
-def _fp32_head(model: PreTrainedModel) -> Fp32Head:
+def _fp32_head(model: PreTrainedModel, keeps_copy: bool) -> Fp32Head:
     head = model.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear):
         raise UserError(f"policy.fp32_lm_head: {type(model).__name__} has no linear head; set it to false")
-    return Fp32Head(head)
+    return Fp32Head(head, keeps_copy=keeps_copy)
 
 
 def _cut(sequences: Sequence[TrainSequence], size: int) -> list[Sequence[TrainSequence]]:

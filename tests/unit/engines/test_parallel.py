@@ -1,0 +1,270 @@
+"""The same training on one process and over ranks: FSDP2, tensor parallel, sequence parallel and their products.
+
+Tolerances. In fp32 layouts differ by the order in which sums are taken, some 1e-7 of a sum; Adam's division by the root
+of the second moment passes that on to the update of a weight, and where a gradient is near zero enlarges it. Hence
+losses within 1e-6, gradient norms within 1e-5 of themselves, and the whole update of the weights within 1e-4 of its norm.
+In bf16 each matrix product is rounded to 8 bits, differently for each cut, so that only 2 % of losses and norms are asked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from headwater.checkpoint.diff import diff
+from headwater.checkpoint.reader import Checkpoint
+from headwater.config.load import load_config
+from headwater.data.packing import pack
+from headwater.engines.torch.parallel import Layout, check_model
+from headwater.errors import UserError
+
+RANKS = 4
+FAST = ["fsdp2", "tp2", "tp2-sp", "fsdp2-tp2", "qwen3-tp2", "qwen3-fsdp4"]
+SLOW = [
+    "fsdp2-recompute",
+    "tp2-sp-recompute",
+    "fsdp2-tp2-sp",
+    "qwen2-tp2",
+    "qwen2-tp2-sp",
+    "qwen3-tp2-sp",
+    "qwen3-fsdp2-tp2",
+    "qwen2-fsdp2-tp2-sp",
+]
+SLOW_BF16 = ["tp2-sp-bf16", "fsdp2-tp2-sp-bf16"]
+
+
+class Outcomes:
+    """What four ranks saw: of[rank][scenario], and the weights that rank 0 wrote."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.of: list[dict[str, Any]] = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
+
+    def every(self, scenario: str) -> list[dict[str, Any]]:
+        """Of each rank that took part."""
+        return [of_rank[scenario] for of_rank in self.of if scenario in of_rank]
+
+    def reference(self, scenario: str) -> str:
+        model = f"{scenario.split('-')[0]}-" if scenario.startswith("qwen") else ""
+        return f"{model}inline{'-bf16' if scenario.endswith('bf16') else ''}"
+
+    def weights(self, scenario: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Before the first step and after the last."""
+        tensors = load_file(self.folder / f"{scenario}.safetensors")
+        last = {name: tensor for name, tensor in tensors.items() if not name.startswith("first.")}
+        return {name: tensors[f"first.{name}"] for name in last}, last
+
+    def checkpoint(self, name: str) -> Checkpoint:
+        (folder,) = (self.folder / name).glob("step_*")
+        return Checkpoint.open_to_load(folder)
+
+
+def start_ranks(folder: Path, which: str) -> Outcomes:
+    script = Path(__file__).with_name("parallel_ranks.py")
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(RANKS):
+            with open(folder / f"log-{rank}", "wb") as log:
+                command = [sys.executable, str(script), str(folder), str(rank), which]
+                ranks.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
+        while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
+            time.sleep(0.05)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    logs = [(folder / f"log-{rank}").read_text()[-3000:] for rank in range(RANKS)]
+    assert not any(rank.returncode for rank in ranks), "\n".join(logs)
+    return Outcomes(folder)
+
+
+@pytest.fixture(scope="session")
+def fast(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    return start_ranks(tmp_path_factory.mktemp("parallel"), "fast")
+
+
+@pytest.fixture(scope="session")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    return start_ranks(tmp_path_factory.mktemp("parallel-slow"), "slow")
+
+
+def norm(tensors: dict[str, torch.Tensor]) -> float:
+    return sum(tensor.double().square().sum().item() for tensor in tensors.values()) ** 0.5
+
+
+def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return norm({name: tensor.double() - other[name].double() for name, tensor in one.items()})
+
+
+def assert_like_inline(outcomes: Outcomes, scenario: str) -> None:
+    expected = outcomes.every(outcomes.reference(scenario))[0]
+    found = outcomes.every(scenario)
+    assert len(found) == (4 if "fsdp4" in scenario or "fsdp2-tp2" in scenario else 2)
+    for of_rank in found:
+        assert of_rank["losses"] == pytest.approx(expected["losses"], abs=1e-6)
+        assert of_rank["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+        for stats, expected_stats in zip(of_rank["stats"], expected["stats"], strict=True):
+            assert stats == pytest.approx(expected_stats, rel=1e-4, abs=1e-6)
+        assert of_rank["loss of one"] == pytest.approx(expected["loss of one"], abs=1e-6)
+        assert of_rank["norm of one"] == pytest.approx(expected["norm of one"], rel=1e-5)
+        assert of_rank["logprobs"] == pytest.approx(expected["logprobs"], abs=1e-5)
+        assert of_rank["weights"] == found[0]["weights"]  # bit for bit
+        assert of_rank["parameters"] == expected["parameters"]
+    first, last = outcomes.weights(scenario)
+    first_inline, last_inline = outcomes.weights(outcomes.reference(scenario))
+    assert difference(first, first_inline) == 0
+    moved = difference(first_inline, last_inline)
+    assert moved > 0.1
+    assert difference(last, last_inline) < 1e-4 * moved
+
+
+def assert_like_inline_in_bf16(outcomes: Outcomes, scenario: str) -> None:
+    expected = outcomes.every("inline-bf16")[0]
+    for of_rank in outcomes.every(scenario):
+        assert of_rank["losses"] == pytest.approx(expected["losses"], rel=0.02, abs=2e-3)
+        assert of_rank["norms"] == pytest.approx(expected["norms"], rel=0.02)
+        assert of_rank["logprobs"] == pytest.approx(expected["logprobs"], abs=0.05)
+        assert of_rank["weights"] == outcomes.every(scenario)[0]["weights"]
+    (first, last), (_, last_inline) = outcomes.weights(scenario), outcomes.weights("inline-bf16")
+    assert difference(last, last_inline) < 0.2 * difference(first, last_inline)
+
+
+@pytest.mark.parametrize("scenario", FAST)
+def test_five_steps_over_ranks_are_those_of_one_process(scenario: str, fast: Outcomes) -> None:
+    assert_like_inline(fast, scenario)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", SLOW)
+def test_five_steps_over_ranks_are_those_of_one_process_in_more_layouts(scenario: str, slow: Outcomes) -> None:
+    assert_like_inline(slow, scenario)
+
+
+def test_bf16_with_sharded_fp32_masters_trains_as_one_process_does(fast: Outcomes) -> None:
+    assert_like_inline_in_bf16(fast, "fsdp2-bf16")
+    masters = [box for of_rank in fast.every("fsdp2-bf16") for box in of_rank["saved"] if ".param." in box[0]]
+    assert {name for name, *_ in masters} == {
+        f"optimizer.state.param.{name}" for name in fast.weights("inline-bf16")[0]
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", SLOW_BF16)
+def test_bf16_trains_as_one_process_does_in_more_layouts(scenario: str, slow: Outcomes) -> None:
+    assert_like_inline_in_bf16(slow, scenario)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "shapes"),
+    [
+        ("inline", {"embed_tokens": [259, 128], "layers.0.self_attn.o_proj": [128, 128], "norm": [128]}),
+        ("fsdp2", {"embed_tokens": [130, 128], "layers.0.self_attn.o_proj": [64, 128], "norm": [64]}),
+        ("tp2", {"embed_tokens": [130, 128], "layers.0.self_attn.o_proj": [128, 64], "norm": [128]}),
+        ("tp2-sp", {"embed_tokens": [130, 128], "layers.0.self_attn.o_proj": [128, 64], "norm": [128]}),
+        ("fsdp2-tp2", {"embed_tokens": [65, 128], "layers.0.self_attn.o_proj": [64, 64], "norm": [64]}),
+    ],
+)
+def test_a_rank_holds_its_part_alone(scenario: str, shapes: dict[str, list[int]], fast: Outcomes) -> None:
+    found = fast.every(scenario)[0]["shapes"]
+    assert {name: found[f"model.{name}.weight"] for name in shapes} == shapes
+
+
+@pytest.mark.parametrize("scenario", [*FAST, "fsdp2-bf16"])
+def test_saved_boxes_cover_each_tensor_once_over_all_ranks(scenario: str, fast: Outcomes) -> None:
+    covered: dict[str, int] = {}
+    shapes: dict[str, list[int]] = {}
+    for of_rank in fast.every(scenario):
+        for name, global_shape, _, shape in of_rank["saved"]:
+            assert 0 not in shape
+            covered[name] = covered.get(name, 0) + torch.Size(shape).numel()
+            shapes[name] = global_shape
+        total, without_steps = of_rank["bytes"][1], of_rank["bytes"][0]
+        assert without_steps <= total <= without_steps + 4 * len(shapes)
+    expected = {name: shape for name, shape, *_ in fast.every(fast.reference(scenario))[0]["saved"]}
+    assert shapes == expected
+    assert covered == {name: torch.Size(shape).numel() for name, shape in shapes.items()}
+
+
+def assert_resumed_alike(outcomes: Outcomes, load: str, again: str, *, norms: float, losses: float) -> None:
+    found = diff(outcomes.checkpoint("saved"), outcomes.checkpoint(again))
+    assert found.identical
+    assert sum(component.compared for component in found.components) > 100
+    expected = outcomes.every("save")[0]
+    assert min(expected["norms"]) > 0.01
+    for of_rank in outcomes.every(load):
+        assert of_rank["losses"] == pytest.approx(expected["losses"], abs=losses)
+        assert of_rank["norms"] == pytest.approx(expected["norms"], rel=norms)
+
+
+@pytest.mark.parametrize("layout", ["inline", "tp2", "fsdp2-tp2"])
+def test_a_checkpoint_of_fsdp2_resumes_at_another_layout(layout: str, fast: Outcomes) -> None:
+    assert len({chunk.file for chunk in fast.checkpoint("saved").manifest.chunks}) == 2
+    assert_resumed_alike(fast, f"load-{layout}", f"again-{layout}", norms=1e-4, losses=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["inline", "tp2", "fsdp4"])
+def test_a_checkpoint_in_bf16_of_fsdp2_resumes_at_another_layout(layout: str, slow: Outcomes) -> None:
+    assert_resumed_alike(slow, f"load-{layout}", f"again-{layout}", norms=0.02, losses=2e-3)
+
+
+def test_sizes_that_do_not_divide_are_one_line(fast: Outcomes) -> None:
+    assert fast.of[0]["odd size"] == (
+        "policy.torch_cfg.tensor_parallel_size (3) does not divide the number of training processes (2)"
+    )
+    assert fast.of[0]["odd heads"] == (
+        "policy.torch_cfg.tensor_parallel_size=4 does not divide the model's num_key_value_heads (2)"
+    )
+
+
+def test_tensor_parallel_size_needs_as_many_processes(make_engine) -> None:
+    with pytest.raises(UserError, match=r"tensor_parallel_size \(2\) does not divide .* processes \(1\)"):
+        make_engine("policy.torch_cfg.tensor_parallel_size=2")
+
+
+def test_a_family_without_a_plan_is_refused_by_name() -> None:
+    with pytest.raises(UserError, match="no tensor-parallel plan for gpt2 models, only for llama, qwen2, qwen3"):
+        check_model(SimpleNamespace(model_type="gpt2"), Layout(tensor_size=2))
+    check_model(SimpleNamespace(model_type="gpt2"), Layout(data_size=2))
+
+
+def test_sequence_parallel_needs_tensor_parallel_ranks() -> None:
+    with pytest.raises(UserError, match="sequence_parallel needs tensor_parallel_size above 1"):
+        load_config("grpo_tiny", ["policy.torch_cfg.sequence_parallel=true"])
+
+
+@pytest.mark.parametrize(("count", "sizes"), [(13, [4, 3, 3, 3]), (3, [1, 1, 1, 0]), (0, [0, 0, 0, 0])])
+def test_shares_are_contiguous_and_even(count: int, sizes: list[int]) -> None:
+    layouts = [Layout(rank=rank, data_size=4, tensor_size=2) for rank in range(8)]
+    shares = [layout.share(range(count)) for layout in layouts]
+    assert [len(share) for share in shares[::2]] == sizes
+    assert [index for share in shares[::2] for index in share] == list(range(count))
+    assert shares[::2] == shares[1::2]  # tensor-parallel ranks have the same
+    assert layouts[0].largest_share(count) == max(sizes)
+
+
+def test_rows_are_padded_to_a_multiple(recorded_rollout) -> None:
+    plain = pack(recorded_rollout, max_tokens_per_row=64)
+    padded = pack(recorded_rollout, max_tokens_per_row=64, multiple_of=5)
+    length = plain.input_ids.shape[1]
+    assert padded.input_ids.shape[1] == -(-length // 5) * 5 != length
+    assert torch.equal(padded.input_ids[:, :length], plain.input_ids)
+    assert (padded.block_ids[:, length:] == -1).all()
+
+
+def test_one_process_trains_plain_tensors(make_engine) -> None:
+    engine = make_engine()
+    assert all(type(param) is torch.nn.Parameter for param in engine.model.parameters())
+    assert all(chunk.tensor.shape == chunk.global_shape for chunk in engine.state_chunks())
