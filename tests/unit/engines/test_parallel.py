@@ -2,8 +2,9 @@
 
 Tolerances. In fp32 layouts differ by the order in which sums are taken, some 1e-7 of a sum; Adam's division by the root
 of the second moment passes that on to the update of a weight, and where a gradient is near zero enlarges it. Hence
-losses within 1e-6, gradient norms within 1e-5 of themselves, and the whole update of the weights within 1e-4 of its norm.
-In bf16 each matrix product is rounded to 8 bits, differently for each cut, so that only 2 % of losses and norms are asked.
+losses within 1e-6, gradient norms within 1e-5 of themselves, and the whole update of the weights within 1e-4 of its
+norm. In bf16 each matrix product is rounded to 8 bits, differently for each cut, so that only 2 % of losses and norms
+are asked.
 """
 
 from __future__ import annotations
