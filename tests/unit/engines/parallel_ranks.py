@@ -27,12 +27,13 @@ from headwater.checkpoint.ranks import Ranks
 from headwater.checkpoint.reader import Checkpoint
 from headwater.config.load import load_config
 from headwater.config.schema import CheckpointingConfig
-from headwater.data.types import TrainSequence
+from headwater.data.types import Problem, Prompt, SamplingParams, TrainSequence
+from headwater.engines.generate.native import NativeGenerator
 from headwater.engines.torch.engine import TorchEngine
 from headwater.engines.torch.sharding import local
 from headwater.errors import UserError
 from headwater.metrics.stat import reduce
-from headwater.models.resolve import resolve
+from headwater.models.resolve import load_tokenizer, resolve
 from headwater.workers.train import PolicyWorker
 
 STEPS = 5
@@ -142,12 +143,12 @@ class Job:
         self.folder, self.world, self.rank = folder, world, rank
         self.device = torch.device("cuda", rank) if os.environ.get("DEVICE") == "cuda" else torch.device("cpu")
 
-    def engine(self, kind: str, *overrides: str) -> TorchEngine:
+    def engine(self, kind: str, *overrides: str, trainable: bool = True) -> TorchEngine:
         common = f"policy.train_micro_batch_size={MICROBATCH}", "policy.logprob_batch_size=2"
         batch = "policy.train_global_batch_size=12", "grpo.num_generations_per_prompt=3"
         rate = "policy.optimizer.lr=1e-3" if kind != "tiny" else "policy.optimizer.lr=1e-4"
         config = load_config("grpo_tiny", [*common, *batch, rate, *overrides]).config
-        return TorchEngine(config.policy, make_model(kind, self.folder), self.device)
+        return TorchEngine(config.policy, make_model(kind, self.folder), self.device, trainable=trainable)
 
     def worker(self, engine: TorchEngine) -> PolicyWorker:
         return PolicyWorker(engine, None, load_config("grpo_tiny").config.loss_fn, skip_without_signal=False)
@@ -183,6 +184,9 @@ class Job:
         engine.logprobs(one)
         outcome["norm of one"] = engine.optim_step().grad_norm
         outcome["logprobs"] = torch.cat(engine.logprobs(sequences)).tolist()
+        outcome["head copied"] = engine._fp32_head is not None and engine._fp32_head._copy is not None
+        if kind == "tiny" and SP not in overrides:
+            outcome["tokens"] = generated(engine)
         last = weights(engine)
         outcome["weights"] = digest(last)
         outcome["parameters"] = engine.num_trainable_parameters
@@ -224,6 +228,12 @@ class Job:
         self.save(engine, self.folder / name)
         return self.train(engine, sequences)
 
+    def frozen(self, *overrides: str) -> list[float]:
+        """Log-probs of an engine that only scores."""
+        engine = self.engine("tiny", *overrides, trainable=False)
+        assert engine.optimizer is None
+        return torch.cat(engine.logprobs(rollout(259))).tolist()
+
     def refused(self, *overrides: str, kind: str = "tiny") -> str:
         try:
             self.engine(kind, *overrides)
@@ -240,6 +250,15 @@ def move_storage(engine: TorchEngine) -> None:
     engine.optimizer.move(engine.model.device)
     for old, param in zip(before, engine.model.parameters(), strict=True):
         assert old.numel() == 0 or old.data_ptr() != local(param).data_ptr()
+
+
+def generated(engine: TorchEngine) -> list[list[int]]:
+    """Tokens that the trained module samples for two prompts, two each."""
+    generator = NativeGenerator(engine.model, load_tokenizer(resolve("builtin:tiny")), max_batch_size=64)
+    problem = Problem(0, [{"role": "user", "content": ""}])
+    asked = [Prompt(draw, problem, tuple(text)) for draw, text in enumerate((b"a", b"bcd"))]
+    groups = generator.generate(asked, 2, SamplingParams(max_new_tokens=6, seed=3))
+    return [list(completion.token_ids) for group in groups for completion in group]
 
 
 def weights(engine: TorchEngine) -> dict[str, torch.Tensor]:
@@ -260,13 +279,15 @@ def checkpoints(job: Job, which: str) -> dict[str, Callable[[], Any]]:
             2: {
                 "save": lambda: job.save_and_go_on("saved"),
                 "load-tp2": lambda: job.load_and_go_on("saved", "again-tp2", TP),
+                "frozen-fsdp2": job.frozen,
+                "frozen-tp2": lambda: job.frozen(TP),
                 "odd size": lambda: job.refused("policy.torch_cfg.tensor_parallel_size=3"),
             },
             4: {
                 "load-fsdp2-tp2": lambda: job.load_and_go_on("saved", "again-fsdp2-tp2", TP, SP),
                 "odd heads": lambda: job.refused("policy.torch_cfg.tensor_parallel_size=4"),
             },
-            1: {"load-inline": lambda: job.load_and_go_on("saved", "again-inline")},
+            1: {"load-inline": lambda: job.load_and_go_on("saved", "again-inline"), "frozen-inline": job.frozen},
         }
     else:
         of_world = {

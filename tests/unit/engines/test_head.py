@@ -76,3 +76,13 @@ def test_the_engine_releases_the_copy_when_it_moves(make_engine) -> None:
     assert engine._fp32_head._copy is not None
     engine.offload()
     assert engine._fp32_head._copy is None
+
+
+@torch.no_grad()
+def test_without_a_copy_a_weight_that_comes_back_in_its_storage_is_seen() -> None:
+    head = torch.nn.Linear(4, 3, bias=False, dtype=torch.bfloat16)
+    Fp32Head(head, keeps_copy=False)
+    hidden = torch.ones(1, 4)
+    head(hidden)
+    head.weight.data.copy_(torch.full((3, 4), 2.0))  # `.data` does not raise the version, nor does FSDP's gathering
+    assert head(hidden).tolist() == [[8.0, 8.0, 8.0]]

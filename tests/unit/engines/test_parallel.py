@@ -3,8 +3,8 @@
 Tolerances. In fp32 layouts differ by the order in which sums are taken, some 1e-7 of a sum; Adam's division by the root
 of the second moment passes that on to the update of a weight, and where a gradient is near zero enlarges it. Hence
 losses within 1e-6, gradient norms within 1e-5 of themselves, and the whole update of the weights within 1e-4 of its
-norm. In bf16 each matrix product is rounded to 8 bits, differently for each cut, so that only 2 % of losses and norms
-are asked.
+norm. In bf16 each matrix product is rounded to 8 bits, differently for each cut, so that only 2 % of losses and 5 % of
+norms are asked.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def assert_like_inline_in_bf16(outcomes: Outcomes, scenario: str) -> None:
     expected = outcomes.every("inline-bf16")[0]
     for of_rank in outcomes.every(scenario):
         assert of_rank["losses"] == pytest.approx(expected["losses"], rel=0.02, abs=2e-3)
-        assert of_rank["norms"] == pytest.approx(expected["norms"], rel=0.02)
+        assert of_rank["norms"] == pytest.approx(expected["norms"], rel=0.05)
         assert of_rank["logprobs"] == pytest.approx(expected["logprobs"], abs=0.05)
         assert of_rank["weights"] == outcomes.every(scenario)[0]["weights"]
     (first, last), (_, last_inline) = outcomes.weights(scenario), outcomes.weights("inline-bf16")
@@ -145,6 +145,13 @@ def assert_like_inline_in_bf16(outcomes: Outcomes, scenario: str) -> None:
 @pytest.mark.parametrize("scenario", FAST)
 def test_five_steps_over_ranks_are_those_of_one_process(scenario: str, fast: Outcomes) -> None:
     assert_like_inline(fast, scenario)
+
+
+@pytest.mark.parametrize("scenario", ["fsdp2", "tp2", "fsdp2-tp2"])
+def test_the_trained_module_generates_the_same_on_every_rank(scenario: str, fast: Outcomes) -> None:
+    expected = fast.every("inline")[0]["tokens"]
+    assert [len(tokens) for tokens in expected] == [6, 6, 6, 6]
+    assert all(of_rank["tokens"] == expected for of_rank in fast.every(scenario))
 
 
 @pytest.mark.slow
@@ -159,6 +166,11 @@ def test_bf16_with_sharded_fp32_masters_trains_as_one_process_does(fast: Outcome
     assert {name for name, *_ in masters} == {
         f"optimizer.state.param.{name}" for name in fast.weights("inline-bf16")[0]
     }
+
+
+def test_no_copy_is_kept_of_a_head_that_is_gathered_for_each_pass(fast: Outcomes) -> None:
+    assert fast.every("inline-bf16")[0]["head copied"]
+    assert [of_rank["head copied"] for of_rank in fast.every("fsdp2-bf16")] == [False, False]
 
 
 @pytest.mark.slow
@@ -218,7 +230,15 @@ def test_a_checkpoint_of_fsdp2_resumes_at_another_layout(layout: str, fast: Outc
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["inline", "tp2", "fsdp4"])
 def test_a_checkpoint_in_bf16_of_fsdp2_resumes_at_another_layout(layout: str, slow: Outcomes) -> None:
-    assert_resumed_alike(slow, f"load-{layout}", f"again-{layout}", norms=0.02, losses=2e-3)
+    assert_resumed_alike(slow, f"load-{layout}", f"again-{layout}", norms=0.05, losses=2e-3)
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "tp2"])
+def test_a_frozen_engine_scores_alike(layout: str, fast: Outcomes) -> None:
+    (expected,) = fast.every("frozen-inline")
+    found = fast.every(f"frozen-{layout}")
+    assert len(found) == 2
+    assert all(logprobs == pytest.approx(expected, abs=1e-5) for logprobs in found)
 
 
 def test_sizes_that_do_not_divide_are_one_line(fast: Outcomes) -> None:

@@ -1,4 +1,4 @@
-"""Generation by the trainer's own module: one process, nothing to sync."""
+"""Generation by the trainer's own module: nothing to sync. Over several ranks all generate the same, together."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from headwater.data.types import Completion, Prompt, SamplingParams
@@ -159,7 +160,10 @@ class _Decoder:
             use_cache=True,
             logits_to_keep=1,
         )
-        return output.logits[:, -1]
+        logits = output.logits
+        if isinstance(logits, DTensor):  # cut by vocabulary over tensor-parallel ranks
+            logits = logits.full_tensor()
+        return logits[:, -1]
 
 
 def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
