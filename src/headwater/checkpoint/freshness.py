@@ -195,6 +195,7 @@ class _Component:
         self._named_state = any(weight.parameter in self._state for weight in self._weights)
         self.advanced = any(not self._repeated(chunk) for chunk in chunks)
         self._with_moments = {c.parameter for c in new.chunks if c.component == name and c.role in _MOMENTS}
+        self._has_moments = any(c.role in _MOMENTS for c in new.chunks)
         self._some_moment_changed = any(c.role in _MOMENTS and not self._repeated(c) for c in chunks)
         trained = not has_optimizer
         for parameter, state in self._state.items():
@@ -234,7 +235,8 @@ class _Component:
         """Whether a gradient ever met a parameter: torch makes its moments at the first one, Megatron makes zeros."""
         if moments:
             return any(not self._repeated(chunk) or self._must_move(chunk) for chunk in moments)
-        return parameter in self._with_moments or not self._with_moments
+        # A policy in critic warm-up has no moments at all, while the value model beside it has.
+        return parameter in self._with_moments or not self._has_moments
 
     def _untouched_boxes(self, moments: list[StoredChunk]) -> list[tuple[int, ...]]:
         """Where in a parameter no gradient ever was. Megatron keeps all experts, of all layers, as one parameter."""

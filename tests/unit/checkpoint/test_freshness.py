@@ -184,3 +184,15 @@ def test_different_models_cannot_be_told():
     a, b = (Contents(Path("f"), "test", (chunk("exp_avg"),), identity=name) for name in ("m1", "m2"))
     found = judge(a, b, {chunk("exp_avg").place: CHANGED})
     assert (found.exit_code, found.reasons) == (2, ("the folders belong to different models: m1 and m2",))
+
+
+def test_a_bf16_policy_in_critic_warm_up_is_idle_beside_the_value_model_that_trains():
+    policy = {chunk("weight", dtype="BF16"): SAME, chunk("param"): SAME}
+    value = {chunk("exp_avg", component="value"): CHANGED, chunk("weight", component="value"): CHANGED}
+    found = verdict({**policy, **value}, steps=None)
+    assert (found.exit_code, stale(found)) == (0, [])
+    assert [(report.component, report.state) for report in found.components] == [
+        ("policy", "idle"),
+        ("value", "advanced"),
+    ]
+    assert verdict(policy, steps=None).exit_code == 1
