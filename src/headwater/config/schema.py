@@ -292,12 +292,48 @@ class EnvConfig(Strict):
 
 
 class ClusterConfig(Strict):
-    launcher: Literal["inline"] = "inline"
-    """inline: one process."""
+    launcher: Literal["inline", "ray"] = "inline"
+    """inline: one process. ray: workers in processes of their own, on one node or many."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes CUDA where there is a device."""
+    """auto takes CUDA where there is a device; with ray, where `gpus_per_node` is set."""
     num_threads: PositiveInt | None = None
-    """CPU threads of torch; null leaves torch's choice. Results on CPU depend on it in the last bits."""
+    """CPU threads of torch here; null leaves torch's choice. Results on CPU depend on it in the last bits."""
+    address: str | None = None
+    """Ray cluster to join: HOST:PORT, or auto for the one that this machine belongs to; null starts a Ray here
+    and stops it at the end."""
+    num_nodes: PositiveInt = 1
+    """Nodes of the Ray cluster to use."""
+    gpus_per_node: NonNegativeInt = 0
+    """GPUs to use on each node, one a worker; 0 for workers on CPU."""
+    workers_per_node: PositiveInt | None = None
+    """Workers on each node, where they run on CPU; null is 1."""
+    cpus_per_worker: PositiveFloat = 1.0
+    """CPU cores reserved for a worker, which has as many threads; below 1, workers share a core."""
+    start_timeout_s: PositiveFloat = 120.0
+    """Seconds that starting Ray, placing workers and connecting them may take, each."""
+    heartbeat_timeout_s: PositiveFloat = 60.0
+    """Seconds without an answer from a worker's process after which it counts as hung, and the run ends."""
+    call_timeout_s: PositiveFloat = 3600.0
+    """Seconds that one call of the workers, and one collective between them, may take before the run ends."""
+
+    @model_validator(mode="after")
+    def _workers_fit_the_launcher(self) -> ClusterConfig:
+        own = {"launcher", "device", "num_threads"}
+        fields = ClusterConfig.model_fields
+        changed = [key for key, field in fields.items() if key not in own and getattr(self, key) != field.default]
+        if self.launcher == "inline" and changed:
+            raise ValueError(f"{', '.join(changed)} is read only with launcher=ray")
+        if self.gpus_per_node and self.workers_per_node is not None:
+            raise ValueError("workers_per_node is for workers on CPU: with gpus_per_node there is one worker a GPU")
+        if self.gpus_per_node and self.device == "cpu":
+            raise ValueError("device=cpu contradicts gpus_per_node: set one of them")
+        if self.launcher == "ray" and self.device == "cuda" and not self.gpus_per_node:
+            raise ValueError("device=cuda with launcher=ray needs gpus_per_node")
+        if self.cpus_per_worker > 1 and self.cpus_per_worker % 1:
+            raise ValueError(f"cpus_per_worker ({self.cpus_per_worker}) must be whole above 1")
+        if self.address is None and self.num_nodes > 1:
+            raise ValueError("num_nodes above 1 needs address: a Ray that the run starts has one node")
+        return self
 
 
 class LoggerConfig(Strict):

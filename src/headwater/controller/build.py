@@ -45,6 +45,8 @@ def build(loaded: LoadedConfig, console: Console | None = None) -> Iterator[Runt
     checkpoint that does not fit the configuration is a UserError.
     """
     config = loaded.config
+    if config.cluster.launcher != "inline":
+        raise UserError("cluster.launcher=ray: headwater train runs inline alone in this version")
     device = _device(config)
     if config.cluster.num_threads is not None:
         torch.set_num_threads(config.cluster.num_threads)

@@ -1,0 +1,56 @@
+"""A Ray that a run starts ends with it, however it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from process_tree import below, is_alive, state, wait_until
+
+HERE = Path(__file__).parent
+
+
+def _shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+@pytest.mark.parametrize("end", ["kill", pytest.param("close", marks=pytest.mark.soak)])
+def test_nothing_is_left_of_a_local_ray(end: str) -> None:
+    shared_memory = _shared_memory()
+    trainer = subprocess.Popen(
+        [sys.executable, str(HERE / "trainer_process.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert trainer.stdin is not None
+    assert trainer.stdout is not None
+    try:
+        told = json.loads(trainer.stdout.readline())
+        started = below(trainer.pid)
+        assert set(told["pids"]) < set(started)
+        for part in ("gcs_server", "raylet", "ray_watcher", "ray_node"):
+            assert any(part in name for name in started.values()), part
+        assert Path(told["folder"]).is_dir()
+        assert told["handler_kept"]
+        assert "no room for wide: 1 x 4096 workers with 1 CPU each need 4096 CPU" in told["refusal"]
+        # A stopped process ends with SIGKILL alone, whatever it would do on the loss of its parent.
+        os.kill(told["pids"][1], signal.SIGSTOP)
+        wait_until(lambda: state(told["pids"][1]) == "T", "the worker is stopped")
+
+        if end == "kill":
+            trainer.kill()
+            assert trainer.wait(30) == -signal.SIGKILL
+        else:
+            trainer.stdin.close()
+            assert trainer.wait(60) == 0
+            assert "closed" in trainer.stdout.read()
+
+        wait_until(lambda: not any(is_alive(pid) for pid in started), "all processes are ended", 30.0)
+        wait_until(lambda: not Path(told["folder"]).exists(), "the folder is removed", 30.0)
+        assert _shared_memory() <= shared_memory
+    finally:
+        trainer.kill()
+        trainer.wait()
