@@ -19,12 +19,20 @@ def _shared_memory() -> set[str]:
     return set(os.listdir("/dev/shm"))
 
 
-@pytest.mark.parametrize("end", ["kill", pytest.param("close", marks=pytest.mark.soak)])
-def test_nothing_is_left_of_a_local_ray(end: str) -> None:
+@pytest.mark.parametrize(
+    "end", ["kill", *(pytest.param(end, marks=pytest.mark.soak) for end in ("close", "raylet", "gcs_server"))]
+)
+def test_nothing_is_left_of_a_local_ray(end: str, tmp_path: Path) -> None:
+    errors = tmp_path / "errors"
     shared_memory = _shared_memory()
-    trainer = subprocess.Popen(
-        [sys.executable, str(HERE / "trainer_process.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    with errors.open("w") as stderr:
+        trainer = subprocess.Popen(
+            [sys.executable, str(HERE / "trainer_process.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+        )
     assert trainer.stdin is not None
     assert trainer.stdout is not None
     try:
@@ -43,6 +51,12 @@ def test_nothing_is_left_of_a_local_ray(end: str) -> None:
         if end == "kill":
             trainer.kill()
             assert trainer.wait(30) == -signal.SIGKILL
+        elif end in ("raylet", "gcs_server"):
+            os.kill(next(pid for pid, name in started.items() if name.split()[0].endswith(end)), signal.SIGKILL)
+            trainer.stdin.write("call\n")
+            trainer.stdin.flush()
+            assert trainer.wait(120) == 1
+            assert "headwater: error: the local Ray ended by itself" in errors.read_text()
         else:
             trainer.stdin.close()
             assert trainer.wait(60) == 0

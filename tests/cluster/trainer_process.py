@@ -33,7 +33,8 @@ def main() -> None:
         }
         sys.stdout.write(json.dumps(told) + "\n")
         sys.stdout.flush()
-        sys.stdin.read()
+        if sys.stdin.readline():
+            group.call(SampleWorker.all_reduce, 1.0)
     sys.stdout.write("closed")
 
 

@@ -275,4 +275,5 @@ def _signal_handlers_kept() -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if handler is not None:  # one that was not set from Python cannot be
+                signal.signal(number, handler)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 import select
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -39,9 +40,11 @@ class LocalRay:
     def __init__(self, timeout_s: float) -> None:
         base = tempfile.gettempdir()
         self.folder = Path(tempfile.mkdtemp(prefix="hw-ray-", dir=base if len(base) < _LONGEST_FOLDER else "/tmp"))
-        with open(self.folder / "start.log", "wb") as log:
+        with open(self.folder / "start.log", "wb") as log, os.fdopen(os.dup(2), "wb") as ours:
+            fd = ours.fileno()  # Ray ends this process when it ends itself, so another one has to say it
             self._watcher = subprocess.Popen(
-                [sys.executable, "-m", "headwater.workers.ray_watcher", str(os.getpid()), str(self.folder)],
+                [sys.executable, "-m", "headwater.workers.ray_watcher", str(os.getpid()), str(self.folder), str(fd)],
+                pass_fds=[fd],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -78,6 +81,7 @@ class LocalRay:
         except subprocess.TimeoutExpired:
             self._watcher.kill()  # and with it the node and Ray, by their parent-death signals
             self._watcher.wait(_END_S)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _environment() -> dict[str, str]:

@@ -1,11 +1,13 @@
-"""The process that holds a local Ray: starts it, writes its address to standard output, and waits to be killed."""
+"""The process that holds a local Ray: starts it, writes its address to standard output, and ends when one part does."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
 import sys
+from pathlib import Path
 
 _SET_PDEATHSIG = 1
 _OBJECT_STORE_BYTES = 512 << 20  # what is sent is small; more spills to disk
@@ -29,8 +31,17 @@ def main() -> None:
         _temp_dir=sys.argv[2],
     )
     print(ray.get_runtime_context().gcs_address, file=address, flush=True)
-    while True:
-        signal.pause()
+    # Without one of these Ray would try to go on for a minute, and then end everybody without a word.
+    select.select([os.pidfd_open(pid) for pid in _children() if _name(pid) in ("gcs_server", "raylet")], [], [])
+    os._exit(1)
+
+
+def _children() -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+
+
+def _name(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text().strip()
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 from headwater.errors import BlockedError, HeadwaterError, UserError
 from headwater.workers.group import WorkerError
@@ -44,7 +44,7 @@ class Member:
     where: str = ""
     stderr: str = ""
     ping: Any = None
-    asked: float = 0.0
+    heard: float = 0.0
 
     def __str__(self) -> str:
         return f"worker {self.group}[{self.rank}] of {self.world}" + (f" ({self.where})" if self.where else "")
@@ -83,6 +83,8 @@ class Supervisor:
 
     def watch(self, members: list[Member]) -> None:
         """Begin to watch."""
+        for member in members:
+            member.heard = time.monotonic()
         with self._lock:
             self._members = self._members + members
 
@@ -137,10 +139,10 @@ class Supervisor:
                 self._fail(fault, {}, "")
 
     def _beat(self, members: list[Member], *, slept: bool) -> Fault | None:
-        """Ask each member that has answered for a new sign of life. slept: this process itself did not run."""
+        """Ask each member that has answered for another sign of life. slept: this process itself did not run."""
         for member in members:
-            if member.ping is None or slept:
-                member.asked = time.monotonic()
+            if slept:
+                member.heard = time.monotonic()
             if member.ping is None:
                 member.ping = member.actor.ping.remote()
         pings = {member.ping: member for member in members}
@@ -150,11 +152,14 @@ class Supervisor:
             member.ping = None
             try:
                 ray.get(ref)
+                member.heard = time.monotonic()
+            except ActorUnavailableError:
+                pass  # the way to it is broken: for how long decides
             except RayError as error:
                 return _died(member, error, "")
         now = time.monotonic()
-        silent = [member for member in members if member.ping is not None and now - member.asked > self._timeout_s]
-        return _hangs(silent[0], now - silent[0].asked) if silent else None
+        silent = [member for member in members if now - member.heard > self._timeout_s]
+        return _hangs(silent[0], now - silent[0].heard) if silent else None
 
     def _taken(self, ref: Any, member: Member, what: str) -> Answer | Fault:
         try:

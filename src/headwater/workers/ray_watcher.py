@@ -1,6 +1,7 @@
 """The process between a run and its local Ray: when the run ends, it kills all that descends from it and tidies up.
 
-Run as `python -m headwater.workers.ray_watcher PID FOLDER`. Light: neither torch nor Ray is imported here.
+Run as `python -m headwater.workers.ray_watcher PID FOLDER FD`; FD is where to say that Ray has ended by itself. Light:
+neither torch nor Ray is imported here.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def main() -> None:
         )
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
-        select.select([sys.stdin.fileno(), pidfd, os.pidfd_open(node.pid)], [], [])
+        ready = select.select([sys.stdin.fileno(), pidfd, os.pidfd_open(node.pid)], [], [])[0]
+        if not {sys.stdin.fileno(), pidfd}.intersection(ready):
+            os.write(int(sys.argv[3]), b"headwater: error: the local Ray ended by itself: it was killed, or crashed\n")
     _kill_descendants()
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
