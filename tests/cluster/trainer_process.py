@@ -1,10 +1,15 @@
-"""A run with a Ray of its own, in a process that its test can kill: tells the pids of its workers and waits."""
+"""A run with a Ray of its own, in a process that its test can kill: tells the pids of its workers and waits.
+
+A fork of it, as a data loader may be, outlives it and holds all that it had open.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -25,7 +30,12 @@ def main() -> None:
         except UserError as error:
             refusal = str(error)
         group = cluster.start("policy", SampleWorker, "ours")
+        fork = os.fork()
+        if fork == 0:
+            time.sleep(600)
+            os._exit(0)
         told = {
+            "fork": fork,
             "pids": [identity[3] for identity in group.call(SampleWorker.identity)],
             "folder": str(cluster._local.folder),  # type: ignore[attr-defined]
             "refusal": refusal,
@@ -35,7 +45,6 @@ def main() -> None:
         sys.stdout.flush()
         if sys.stdin.readline():
             group.call(SampleWorker.all_reduce, 1.0)
-    sys.stdout.write("closed")
 
 
 def _ours(*_: object) -> None:

@@ -75,6 +75,8 @@ class LocalRay:
         """End it, and return once nothing is left. May be called again."""
         assert self._watcher.stdin is not None
         with suppress(OSError):
+            if not self._watcher.stdin.closed:
+                self._watcher.stdin.write(b"end\n")  # a fork of this process may hold the pipe open for longer
             self._watcher.stdin.close()
         try:
             self._watcher.wait(_END_S)

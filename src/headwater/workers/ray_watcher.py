@@ -22,7 +22,7 @@ _GONE_S = 15.0
 
 
 def main() -> None:
-    """Wait for the end of standard input, of the process PID or of Ray; then end what is left."""
+    """Wait for a word on standard input or its end, the end of the process PID or of Ray; then end what is left."""
     parent, folder = int(sys.argv[1]), sys.argv[2]
     # Orphans become children of this process instead of init's, so that none can leave the tree.
     ctypes.CDLL(None, use_errno=True).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
