@@ -28,10 +28,14 @@ _LONGEST_FOLDER = 40  # Ray puts sockets below it, whose paths must not exceed 1
 def authenticate() -> None:
     """Make a secret that this process and its children know: who reaches a Ray's ports may run code without one.
 
-    Ray reads it when it is imported first. A way that the user has chosen stays.
+    A way that the user has chosen stays.
     """
     if not any(os.environ.get(key) for key in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
+        if "ray" in sys.modules:
+            from ray._raylet import Config  # pyright: ignore[reportAttributeAccessIssue]
+
+            Config.initialize("")  # what Ray itself does where it changes the mode after the import
 
 
 class LocalRay:
