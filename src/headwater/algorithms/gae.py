@@ -51,7 +51,7 @@ def gae(
     for t in reversed(range(longest)):
         delta_B = rewards_BC[:, t] + gamma * next_value_B - values_BC[:, t]
         # Behind a completion's end all is zero, so that the recursion begins at its own last token.
-        advantages_BC[:, t] = (delta_B + gamma * lam * next_advantage_B) * is_token_BC[:, t]
+        advantages_BC[:, t] = delta_B + gamma * lam * next_advantage_B
         next_value_B, next_advantage_B = values_BC[:, t], advantages_BC[:, t]
     advantages_T = advantages_BC[is_token_BC]
     return advantages_T, advantages_T + values_T
