@@ -10,6 +10,7 @@ import torch
 
 from headwater.checkpoint.reader import Checkpoint
 from headwater.cli.main import main
+from headwater.engines.torch.offload import Parking
 from headwater.errors import HeadwaterError
 from headwater.metrics.sinks import read_jsonl
 from headwater.workers.train import PolicyWorker
@@ -220,3 +221,31 @@ def test_another_value_model_than_the_checkpoints_is_refused(run: Run, capsys) -
     assert run.train(*SHORT, "ppo.max_num_steps=1") == 0
     assert run.train(*SHORT, "value.precision=bfloat16") == 2
     assert "value.model_name holds at value.precision" in capsys.readouterr().err
+
+
+def test_models_that_take_turns_train_as_those_that_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each leaves its memory for the other, and the optimizer leaves while log-probabilities are computed."""
+    moved: list[str] = []
+    real = Parking.park
+
+    def park(self: Parking, *args: object) -> int:
+        moved.append(self._what)
+        return real(self, *args)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(Parking, "park", park)
+    options = (
+        *SHORT,
+        "ppo.ppo_epochs=2",
+        "ppo.max_num_steps=2",
+        "checkpointing.save_period=1",
+        "ppo.policy_training_start_step=1",
+    )
+    stay, turns = Run(tmp_path / "stay"), Run(tmp_path / "turns")
+    assert stay.train(*options) == 0
+    assert moved == []
+    assert turns.train(*options, "ppo.models_take_turns=true", "policy.offload_optimizer_for_logprob=true") == 0
+    a_step = ["optimizer state", "weights", "optimizer state", "weights", "optimizer state"]
+    assert moved == [*a_step[-2:], *a_step, *a_step]
+    for step in (1, 2):
+        assert main(["ckpt", "diff", str(stay.at(step).folder), str(turns.at(step).folder)]) == 0
+    assert main(["ckpt", "freshness", str(turns.at(1).folder), str(turns.at(2).folder)]) == 0
