@@ -30,5 +30,5 @@ class Chunk(NamedTuple):
     @classmethod
     def whole(cls, name: str, tensor: torch.Tensor, *, changes_in_forward: bool = False) -> Chunk:
         """A chunk that is the whole tensor."""
-        shape = tensor.shape
+        shape = tuple(tensor.shape)
         return cls(name, tensor, shape, _ORIGINS[len(shape)], changes_in_forward)

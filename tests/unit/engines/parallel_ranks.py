@@ -130,7 +130,7 @@ def rollout(vocabulary: int) -> list[TrainSequence]:
                     group=len(sequences) // 3,
                     prompt_ids=prompt,
                     completion_ids=integers(0, vocabulary, length),
-                    advantage=float(torch.randn((), generator=generator)),
+                    advantages=torch.randn((), generator=generator).expand(length),
                     generation_logprobs=logprobs,
                     sampling_logprobs=logprobs,
                 )
