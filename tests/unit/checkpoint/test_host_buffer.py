@@ -89,3 +89,18 @@ def test_short_of_memory_one_set_is_enough_and_none_is_said_in_one_line(
         pool.acquire({"policy": 99_000}, False, 0)
     monkeypatch.undo()
     assert pool.acquire({"policy": 99_000}, False, 0) is not None
+
+
+def test_short_of_memory_beside_a_set_that_is_kept_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Nobody else gives a set back: whoever keeps it may be the very one who waits."""
+    pool = BufferPool(tmp_path)
+    lease = pool.acquire({"w": 4096}, pin=False, timeout=0)
+    assert lease is not None
+    assert lease.keep()
+    lease.release()
+    monkeypatch.setattr(host_buffer, "available_bytes", lambda: 100)
+    with pytest.raises(UserError, match="no host memory to stage a checkpoint"):
+        pool.acquire({"w": 1 << 20}, pin=False, timeout=0.1)
+    lease.let_go()
+    assert pool.acquire({"w": 4096}, pin=False, timeout=0) is not None
+    pool.close()

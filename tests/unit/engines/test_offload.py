@@ -109,6 +109,7 @@ def test_what_a_save_has_staged_is_not_copied_again(tensors: Tensors, manager: C
     assert manager._native._pool._kept == 1
     parking.bring_back()
     assert manager._native._pool._kept == 0
+    assert len(manager._native._pool._free) == 2
     assert_equal(tensors, before)
 
 
@@ -287,6 +288,18 @@ def test_an_offloaded_engine_is_not_used_or_written(
         getattr(engine, what)(*arguments)
     engine.onload()
     assert engine.optim_step().grad_norm > 0
+
+
+def test_no_gradient_is_added_up_while_the_optimizer_is_away(
+    make_engine: MakeEngine, recorded_rollout: list[TrainSequence]
+) -> None:
+    engine = make_engine(moves_on_host=True)
+    engine.forward_backward(recorded_rollout, lambda logprobs, _: (-logprobs.sum(), {}), 1.0)
+    engine.optim_step()
+    engine.offload_optimizer()
+    engine.logprobs(recorded_rollout)
+    with pytest.raises(HeadwaterError, match="offloaded: onload it"):
+        engine.forward_backward(recorded_rollout, lambda logprobs, _: (-logprobs.sum(), {}), 1.0)
 
 
 def test_an_offload_does_nothing_where_the_device_is_the_host(make_engine: MakeEngine) -> None:
