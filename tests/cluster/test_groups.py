@@ -124,7 +124,8 @@ def test_a_group_that_does_not_fit_is_refused_in_time_and_takes_nothing(ray_grou
 
 def test_joining_ray_leaves_the_handlers_of_signals(ray_cluster: Cluster) -> None:
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    # Ignored where a shell started the tests in its background.
+    assert signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_IGN)
 
 
 def test_an_error_of_an_inline_worker_is_not_wrapped() -> None:

@@ -20,7 +20,7 @@ from typing import Any
 from headwater.checkpoint import preflight, votes
 from headwater.checkpoint.catalog import Found, newest, scan
 from headwater.checkpoint.chunk import Chunk
-from headwater.checkpoint.collector import collector_paused
+from headwater.checkpoint.collector import collector_paused, collector_running
 from headwater.checkpoint.commit import discard
 from headwater.checkpoint.fence import Fence
 from headwater.checkpoint.layout import PAGE
@@ -207,7 +207,8 @@ class CheckpointManager:
         try:
             preflight.require_free(self.root, tensor_bytes)
         except UserError:
-            self._pruner.wait()  # what retention is removing may be what is missing
+            with collector_running():
+                self._pruner.wait()  # what retention is removing may be what is missing
             preflight.require_free(self.root, tensor_bytes)
 
     def _older(self, corrupt: Found) -> str:
@@ -274,7 +275,8 @@ class CheckpointManager:
             )
             folder, saved = None, True
             if self._native is None:
-                result = save_now(self.root, order, tokenizer)
+                with collector_running():
+                    result = save_now(self.root, order, tokenizer)
                 self._saved(result)
                 folder = result.folder
             else:

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from headwater.checkpoint.byte_digest import warm_up
+from headwater.checkpoint.collector import collector_running
 from headwater.checkpoint.copy_stream import copy_stream
 from headwater.checkpoint.digest import warm_up_device
 from headwater.checkpoint.fence import Fence
@@ -143,7 +144,8 @@ class NativeSaver:
 
     def _acquire(self, sizes: Mapping[str, int], pin: bool, step: int, skip_when_busy: bool) -> Lease | None:
         started = time.perf_counter()
-        lease = self._pool.acquire(sizes, pin, 0.0 if skip_when_busy else _BUSY_TIMEOUT_S)
+        with collector_running():
+            lease = self._pool.acquire(sizes, pin, 0.0 if skip_when_busy else _BUSY_TIMEOUT_S)
         self._busy_s += time.perf_counter() - started
         if lease is None and not skip_when_busy:
             raise HeadwaterError(

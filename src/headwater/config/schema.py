@@ -279,8 +279,8 @@ class EnvConfig(Strict):
     options: dict[str, Any] = Field(default={})
     """Keyword arguments of the environment."""
     tolerated_failures: NonNegativeInt = 0
-    """Problems of a run whose scoring may raise, or give no finite number, before one ends the run. All completions of
-    such a problem earn 0."""
+    """Problems whose scoring may raise, or give no finite number, before one ends the run; counted anew after a resume.
+    All completions of such a problem earn 0, which with grpo is no signal and with ppo is a reward like others."""
 
     @model_validator(mode="after")
     def _one_of_both(self) -> EnvConfig:

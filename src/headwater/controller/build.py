@@ -15,7 +15,7 @@ from headwater.checkpoint.digest import digest, digest_bytes
 from headwater.checkpoint.manager import CheckpointManager
 from headwater.checkpoint.reader import Checkpoint
 from headwater.config.load import LoadedConfig
-from headwater.config.schema import Config, DatasetConfig, EngineConfig
+from headwater.config.schema import Config, DatasetConfig, EngineConfig, ValueConfig
 from headwater.controller.runtime import Runtime
 from headwater.controller.state import TrainerState, restore_rng, seed_everything
 from headwater.data.datasets import load_problems
@@ -68,6 +68,7 @@ def build(loaded: LoadedConfig, console: Console | None = None) -> Iterator[Runt
         value = None
         if config.value is not None:
             value = TorchValueEngine(config.value, _model_path(config.value), device, moves_on_host=turns)
+            _require_same_tokens(config.value, engine, value)
         engines: dict[str, TorchEngine] = {"policy": engine} if value is None else {"policy": engine, "value": value}
         reference = _reference(config, model_path, device)
 
@@ -130,6 +131,16 @@ def _device(config: Config) -> torch.device:
 
 def _model_path(config: EngineConfig) -> Path:
     return resolve(config.model_name, trust_remote_code=config.trust_remote_code)
+
+
+def _require_same_tokens(config: ValueConfig, policy: TorchEngine, value: TorchEngine) -> None:
+    """Both read the same token ids. Raises UserError where their numbers differ."""
+    own, other = (engine.model.get_input_embeddings().num_embeddings for engine in (policy, value))
+    if own != other:
+        raise UserError(
+            f"value.model_name={config.model_name} knows {other} tokens and the policy {own}: "
+            "choose a value model with the policy's tokenizer"
+        )
 
 
 def _tokenizer(config: Config, model_path: Path) -> PreTrainedTokenizerBase:

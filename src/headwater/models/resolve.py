@@ -199,7 +199,8 @@ def _refuse_code(path: Path, trusted: bool) -> None:
     if files and not trusted:
         raise UserError(
             f"{path} needs code that ships with it ({shorten(files)}), and none was run: read it, then set "
-            "policy.trust_remote_code=true (train) or --trust-remote-code (models check)"
+            "policy.trust_remote_code=true (train; value.trust_remote_code for a value model) or --trust-remote-code "
+            "(models check)"
         )
 
 

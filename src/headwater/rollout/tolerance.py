@@ -14,9 +14,10 @@ _log = logging.getLogger(__name__)
 class TolerantEnvironment:
     """Where scoring fails, each problem is scored by itself, and those that fail again give 0 to all their completions.
 
-    All completions of a problem earn the same then, so that a group gives no signal for or against any of them.
-    budget: problems of a run that may fail; the one after is the run's end. An environment that keeps count of what it
-    scored sees the completions of such a call twice.
+    All completions of a problem earn the same then, so that with a baseline of the group it gives no signal for or
+    against any of them; a value model, as of PPO, takes the 0 for what they are worth.
+    budget: problems that may fail in one process; the one after is the run's end. An environment that keeps count of
+    what it scored sees the completions of such a call twice.
     """
 
     def __init__(self, environment: Environment, budget: int) -> None:

@@ -49,6 +49,24 @@ def test_a_save_is_not_held_up_by_the_collector_and_leaves_it_as_it_was(
     assert seen.count(False) == 3000
 
 
+def test_the_collector_runs_where_a_save_may_wait_long(
+    make_manager: Callable[..., CheckpointManager], monkeypatch: pytest.MonkeyPatch
+):
+    manager = make_manager(strategy="native")
+    assert manager._native is not None
+    seen: list[bool] = []
+    real = manager._native._pool.acquire
+    monkeypatch.setattr(manager._native._pool, "acquire", lambda *args: (seen.append(gc.isenabled()), real(*args))[1])
+    gc.disable()
+    try:
+        save(manager, 1, many())
+    finally:
+        gc.enable()
+    save(manager, 2, many())
+    assert seen == [False, True]
+    assert gc.isenabled()
+
+
 def test_the_same_of_a_state_dict(root: Path):
     with AsyncCheckpointer(root) as checkpointer:
         state = {"w": torch.zeros(3)}

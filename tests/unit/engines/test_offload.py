@@ -150,6 +150,47 @@ def test_a_tensor_that_changed_since_the_save_is_copied(
     assert_equal(stored(manager, 1), before)
 
 
+def test_a_gradient_is_copied_whatever_was_saved_at_its_address(manager: CheckpointManager) -> None:
+    """It is allocated without the fence, maybe where a tensor was that has left since."""
+    fence, parking, tensors = Fence(), Parking("state"), {"w": torch.ones(1000)}
+    save(manager, 1, tensors, fence)
+    assert parking.park([], fence.wait(), gradients=tensors.values()) == 4000
+    parking.bring_back()
+    assert tensors["w"].sum() == 1000
+
+
+def test_an_owner_that_goes_while_parked_keeps_no_memory_of_a_save(manager: CheckpointManager) -> None:
+    fence, parking, tensors = Fence(), Parking("state"), {"w": torch.ones(1000)}
+    save(manager, 1, tensors, fence)
+    assert parking.park(tensors.values(), fence.wait()) == 0
+    assert manager._native is not None
+    assert manager._native._pool._kept == 1
+    del parking
+    assert manager._native._pool._kept == 0
+
+
+def test_without_room_on_the_device_all_stay_on_the_host(tensors: Tensors, monkeypatch: pytest.MonkeyPatch) -> None:
+    parking, before, real = Parking("state"), copies(tensors), torch.empty_strided
+    parking.park(tensors.values())
+    made: list[object] = []
+
+    def short(*args: object, **kwargs: object) -> torch.Tensor:
+        made.append(args)
+        if len(made) == 3:
+            raise torch.OutOfMemoryError("no room")
+        return real(*args, **kwargs)  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "empty_strided", short)
+        where = [tensor.data_ptr() for tensor in tensors.values()]
+        with pytest.raises(torch.OutOfMemoryError):
+            parking.bring_back()
+    assert parking.occupied
+    assert [tensor.data_ptr() for tensor in tensors.values()] == where
+    parking.bring_back()
+    assert_equal(tensors, before)
+
+
 def test_a_save_that_serves_no_tensor_keeps_no_memory(manager: CheckpointManager) -> None:
     fence, parking, tensors = Fence(), Parking("state"), {"w": torch.ones(1000)}
     save(manager, 1, tensors, fence)

@@ -65,8 +65,8 @@ class TorchEngine:
         )
         _require_context(self.model, config.max_total_sequence_length, self.group)
         _disable_dropout(self.model)
-        self._layout = Layout.of_process_group(config.torch_cfg, device)
-        check_model(self.model.config.get_text_config(), self._layout)
+        self._layout = Layout.of_process_group(config.torch_cfg, device, self.group)
+        check_model(self.model.config.get_text_config(), self._layout, self.group)
         self._fp32_head = self._prepare_head()
         self.model.requires_grad_(trainable)
         self._parts = distribute(self.model, self._layout)
@@ -82,6 +82,7 @@ class TorchEngine:
         )
         self._moves = moves_on_host or device.type != "cpu"
         self._parked_weights, self._parked_optimizer = Parking("weights"), Parking("optimizer state")
+        self._shards_offloaded = self._optimizer_shards_offloaded = False
 
     @property
     def num_trainable_parameters(self) -> int:
@@ -154,11 +155,12 @@ class TorchEngine:
     def offload(self) -> None:
         if self._layout.world > 1:
             self._move_shards(torch.device("cpu"))
+            self._shards_offloaded = True
         elif self._moves:
             passed = self.fence.wait()
             if self._fp32_head is not None:
                 self._fp32_head.release()
-            self._parked_weights.park([*self.model.parameters(), *self.model.buffers(), *self._gradients()], passed)
+            self._parked_weights.park([*self.model.parameters(), *self.model.buffers()], passed, self._gradients())
             self._park_optimizer(passed)
 
     def offload_optimizer(self) -> None:
@@ -166,18 +168,20 @@ class TorchEngine:
             self.fence.wait()
             if self.optimizer is not None:
                 self.optimizer.move(torch.device("cpu"))
+                self._optimizer_shards_offloaded = True
         elif self._moves:
             self._park_optimizer(self.fence.wait())
 
     def _park_optimizer(self, passed: Sequence[Staged]) -> None:
         if self.optimizer is not None:
-            self._parked_optimizer.park(self.optimizer.tensors(), passed)
+            self._parked_optimizer.park(self.optimizer.tensors(), passed, self.optimizer.master_gradients())
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def onload(self) -> None:
         if self._layout.world > 1:
             self._move_shards(self._device)
+            self._shards_offloaded = self._optimizer_shards_offloaded = False
         elif self._parked_weights.occupied or self._parked_optimizer.occupied:
             self.fence.wait()
             self._parked_weights.bring_back()
@@ -194,8 +198,13 @@ class TorchEngine:
         """Those that the model's own parameters have; the optimizer has the others."""
         return (param.grad for param in self.model.parameters() if param.grad is not None)
 
+    def _require_weights(self) -> None:
+        if self._parked_weights.occupied or self._shards_offloaded:
+            raise HeadwaterError(_OFFLOADED)
+
     def _require_onloaded(self) -> None:
-        if self._parked_weights.occupied or self._parked_optimizer.occupied:
+        self._require_weights()
+        if self._parked_optimizer.occupied or self._optimizer_shards_offloaded:
             raise HeadwaterError(_OFFLOADED)
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -252,8 +261,7 @@ class TorchEngine:
         return _fp32_head(self.model, self._layout.world == 1) if self._config.fp32_lm_head else None
 
     def _packed(self, sequences: Sequence[TrainSequence]) -> PackedBatch:
-        if self._parked_weights.occupied:
-            raise HeadwaterError(_OFFLOADED)
+        self._require_weights()
         packing = self._config.sequence_packing
         batch = pack(
             sequences,

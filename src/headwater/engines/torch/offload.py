@@ -45,28 +45,36 @@ class Parking:
     def __init__(self, what: str) -> None:
         self._what = what
         self._buffer = HostBuffer(Path(tempfile.gettempdir()))
-        self._free = weakref.finalize(self, self._buffer.close)
         self._parked: list[_Parked] = []
         self._let_go: list[Callable[[], None]] = []
+        weakref.finalize(self, _free, self._buffer, self._let_go)
 
     @property
     def occupied(self) -> bool:
         """Whether the tensors are here."""
         return bool(self._parked)
 
-    def park(self, tensors: Iterable[torch.Tensor], passed: Sequence[Staged] = ()) -> int:
+    def park(
+        self,
+        tensors: Iterable[torch.Tensor],
+        passed: Sequence[Staged] = (),
+        gradients: Iterable[torch.Tensor] = (),
+    ) -> int:
         """Move tensors to the host and free their storage; returns the bytes that had to be copied for it.
 
         passed: what the fence has just waited for; what of it holds a tensor's value is used in place of a copy.
+        gradients: moved as well and always copied, since they are allocated without the fence, maybe where a tensor was
+        when it was saved that has left since.
         Does nothing where they are here already. Raises UserError where the host has no memory for them.
         """
         if self._parked:
             return 0
-        distinct = list({id(tensor): tensor for tensor in tensors if tensor.numel()}.values())
+        saved = list({id(tensor): tensor for tensor in tensors if tensor.numel()}.values())
+        distinct = [*saved, *(gradient for gradient in gradients if gradient.numel())]
         images = [staging.copies for staging in passed if isinstance(staging, Staging) and staging.copies]
         with ExitStack() as undoing:
             undoing.callback(self._let_all_go)
-            on_host = self._adopt(distinct, images)
+            on_host = self._adopt(saved, images)
             missing = [tensor for tensor in distinct if id(tensor) not in on_host]
             on_host |= zip(map(id, missing), self._copy(missing), strict=True)
             undoing.pop_all()
@@ -116,19 +124,28 @@ class Parking:
     def bring_back(self) -> None:
         """Move the tensors back to where they were, laid out as they were."""
         with torch.no_grad():
-            for parked in self._parked:
-                there = torch.empty_strided(
-                    parked.tensor.shape, parked.stride, dtype=parked.tensor.dtype, device=parked.device
-                )
+            back = [
+                torch.empty_strided(parked.tensor.shape, parked.stride, dtype=parked.tensor.dtype, device=parked.device)
+                for parked in self._parked
+            ]  # all of it first: where the device has no room, all stay where they are
+            for there, parked in zip(back, self._parked, strict=True):
                 there.copy_(parked.tensor, non_blocking=True)
+            _synchronize(parked.device for parked in self._parked)
+            for there, parked in zip(back, self._parked, strict=True):
                 parked.tensor.data = there
-        _synchronize(parked.device for parked in self._parked)
         self._parked = []
         self._let_all_go()
 
     def _let_all_go(self) -> None:
         while self._let_go:
             self._let_go.pop()()
+
+
+def _free(buffer: HostBuffer, let_go: list[Callable[[], None]]) -> None:
+    """When the owner is gone."""
+    while let_go:
+        let_go.pop()()
+    buffer.close()
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -170,13 +170,15 @@ class MasterAdamW:
                 }
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Masters and their gradients, moments and steps; not the parameters that are their own masters."""
+        """Masters, moments and steps; not the parameters that are their own masters."""
         for name, master in self._masters.items():
             if master is not self._params[name]:
                 yield master
-                if master.grad is not None:
-                    yield master.grad
             yield from self._adam.state.get(master, {}).values()
+
+    def master_gradients(self) -> Iterator[torch.Tensor]:
+        """Those accumulated so far, except of parameters that are their own masters."""
+        return (m.grad for name, m in self._masters.items() if m is not self._params[name] and m.grad is not None)
 
     @torch.no_grad()
     def move(self, device: torch.device) -> None:

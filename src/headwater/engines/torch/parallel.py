@@ -34,16 +34,17 @@ class Layout:
     mesh: DeviceMesh | None = None
 
     @classmethod
-    def of_process_group(cls, config: TorchConfig, device: torch.device) -> Layout:
+    def of_process_group(cls, config: TorchConfig, device: torch.device, group: str = "policy") -> Layout:
         """The layout of torch's default process group, whose every rank calls this; alone where there is none.
 
+        group: of the configuration, as messages name it.
         Raises UserError where the tensor-parallel size does not divide the number of processes.
         """
         world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         tensor_size = config.tensor_parallel_size
         if world % tensor_size:
             raise UserError(
-                f"policy.torch_cfg.tensor_parallel_size ({tensor_size}) does not divide the number of training "
+                f"{group}.torch_cfg.tensor_parallel_size ({tensor_size}) does not divide the number of training "
                 f"processes ({world})"
             )
         if world == 1:
@@ -106,12 +107,12 @@ def put_together(tensor: torch.Tensor, group: Any = None) -> None:
     dist.all_reduce(tensor.view(-1).view(torch.uint8), group=group)
 
 
-def check_model(config: Any, layout: Layout) -> None:
+def check_model(config: Any, layout: Layout, group: str = "policy") -> None:
     """Raise UserError where a model (its transformers configuration) cannot be cut into `tensor_size` parts."""
     size = layout.tensor_size
     if size == 1:
         return
-    key = "policy.torch_cfg.tensor_parallel_size"
+    key = f"{group}.torch_cfg.tensor_parallel_size"
     if config.model_type not in TENSOR_PARALLEL_FAMILIES:
         raise UserError(
             f"{key}={size}: there is no tensor-parallel plan for {config.model_type} models, only for "
