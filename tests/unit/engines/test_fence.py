@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,3 +35,14 @@ def test_only_what_is_no_parameter_changes_in_a_forward_pass(make_engine: Callab
     assert all(
         changes == (not name.startswith("optimizer.") and name not in parameters) for name, changes in chunks.items()
     )
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_was_not_offloaded_waits_for_no_reader_on_its_way_back(
+    ranks: int, make_engine: Callable[..., TorchEngine]
+):
+    """It is called before every training pass, which overlaps with the staging of a save."""
+    engine = make_engine(moves_on_host=True)
+    engine._layout = replace(engine._layout, data_size=ranks)
+    engine.fence.register(Reader())
+    engine.onload()

@@ -179,7 +179,7 @@ class TorchEngine:
             torch.cuda.empty_cache()
 
     def onload(self) -> None:
-        if self._layout.world > 1:
+        if self._shards_offloaded or self._optimizer_shards_offloaded:
             self._move_shards(self._device)
             self._shards_offloaded = self._optimizer_shards_offloaded = False
         elif self._parked_weights.occupied or self._parked_optimizer.occupied:
