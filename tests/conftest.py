@@ -34,6 +34,15 @@ def _one_thread_pool() -> None:
     torch.set_num_threads(2)
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Here, and in processes that take the number from here."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(autouse=True)
 def _modules_of_a_test_end_with_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory

@@ -22,10 +22,14 @@ Engines = dict[str, TorchEngine]
 MovingPath = Callable[[Engines, Sequence[TrainSequence], CheckpointManager], None]
 
 
-def value_engine(precision: str, device: torch.device, *, moves_on_host: bool = False) -> TorchValueEngine:
-    config = load_config("ppo_tiny", [f"policy.precision={precision}"]).config.value
-    assert config is not None
-    return TorchValueEngine(config, resolve(config.model_name), device, moves_on_host=moves_on_host)
+def make_engines(precision: str, device: torch.device, *, moves_on_host: bool = False) -> Engines:
+    config = load_config("ppo_tiny", [f"policy.precision={precision}"]).config
+    assert config.value is not None
+    model = resolve(config.policy.model_name)
+    return {
+        "policy": TorchEngine(config.policy, model, device, moves_on_host=moves_on_host),
+        "value": TorchValueEngine(config.value, model, device, moves_on_host=moves_on_host),
+    }
 
 
 def train(engine: TorchEngine, rollout: Sequence[TrainSequence]) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from headwater.checkpoint.reader import Checkpoint
 from headwater.cli.main import main
@@ -15,6 +13,7 @@ from headwater.errors import HeadwaterError
 from headwater.metrics.sinks import read_jsonl
 from headwater.workers.train import PolicyWorker
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 QUIET = ("ppo.val_period=0", "ppo.val_at_start=false", "ppo.val_at_end=false", "data.validation=null")
 SHORT = (
     "ppo.num_prompts_per_step=4",
@@ -42,14 +41,6 @@ class Run:
     def at(self, step: int) -> Checkpoint:
         (folder,) = self.checkpoints.glob(f"step_{step:06d}-*")
         return Checkpoint.open(folder)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

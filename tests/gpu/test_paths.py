@@ -8,9 +8,7 @@ import moving_paths
 import pytest
 import torch
 
-from headwater.config.load import load_config
 from headwater.data.types import TrainSequence
-from headwater.engines.torch.engine import TorchEngine
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,14 +21,8 @@ pytestmark = [
 def test_saves_around_each_path_hold_what_was_live(
     path: moving_paths.MovingPath,
     precision: str,
-    tiny_model: Path,
     recorded_rollout: list[TrainSequence],
     tmp_path: Path,
 ) -> None:
-    config = load_config("grpo_tiny", [f"policy.precision={precision}"]).config.policy
-    device = torch.device("cuda", 0)
-    engines = {
-        "policy": TorchEngine(config, tiny_model, device),
-        "value": moving_paths.value_engine(precision, device),
-    }
+    engines = moving_paths.make_engines(precision, torch.device("cuda", 0))
     moving_paths.assert_saves_around(path, engines, recorded_rollout, tmp_path)

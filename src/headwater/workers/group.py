@@ -139,12 +139,12 @@ class InlineGroup(Generic[W]):
     def scatter(self, method: Callable[[W, T], R], parts: Sequence[T], /) -> list[R]:
         """As WorkerGroup says."""
         require_a_part_each(parts, self.world)
-        return [getattr(self.worker, method.__name__)(parts[0])]
+        return self.call(method, parts[0])
 
     def call_one(self, rank: int, method: Callable[Concatenate[W, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """As WorkerGroup says."""
         require_rank(rank, self.world)
-        return getattr(self.worker, method.__name__)(*args, **kwargs)
+        return self.call(method, *args, **kwargs)[0]
 
     def close(self) -> None:
         """Let go of the worker."""

@@ -470,30 +470,17 @@ def test_a_stopped_writer_is_replaced_and_the_same_save_commits(rank: MakeRank, 
     assert_stored(root, 1)
 
 
-def test_a_writer_that_dies_at_each_attempt_refuses_for_its_rank(
-    rank: MakeRank, root: Path, plant: Callable[..., Path]
+@pytest.mark.parametrize(("dying", "file"), [(1, "rank-00001.json"), (0, "manifest.json")])
+def test_a_writer_that_dies_at_each_attempt_refuses_for_all(
+    rank: MakeRank, root: Path, plant: Callable[..., Path], dying: int, file: str
 ):
-    first = rank(0)
-    marks = plant("before", "rank-00001.json", always=True)
-    second = rank(1)
-    save(first, 0, 1)
-    save(second, 1, 1)
-    assert str(failure(second)) == "saving step 1 failed: its writer process died 3 times"
-    assert str(failure(first)) == "rank 1: saving step 1 failed: its writer process died 3 times"
-    assert len(list(marks.iterdir())) == 3
-    assert steps(root) == []
-
-
-def test_rank_0s_writer_that_dies_at_each_attempt_refuses_for_all(
-    rank: MakeRank, root: Path, plant: Callable[..., Path]
-):
-    second = rank(1)
-    marks = plant("before", "manifest.json", always=True)
-    first = rank(0)
-    save(first, 0, 1)
-    save(second, 1, 1)
-    assert str(failure(first)) == "saving step 1 failed: its writer process died 3 times"
-    assert str(failure(second)) == "rank 0: saving step 1 failed: its writer process died 3 times"
+    managers = {1 - dying: rank(1 - dying)}
+    marks = plant("before", file, always=True)
+    managers[dying] = rank(dying)
+    save(managers[0], 0, 1)
+    save(managers[1], 1, 1)
+    assert str(failure(managers[dying])) == "saving step 1 failed: its writer process died 3 times"
+    assert str(failure(managers[1 - dying])) == f"rank {dying}: saving step 1 failed: its writer process died 3 times"
     assert len(list(marks.iterdir())) == 3
     assert steps(root) == []
 

@@ -281,14 +281,10 @@ def test_its_memory_goes_with_its_owner() -> None:
 def test_saves_around_each_path_hold_what_was_live(
     path: moving_paths.MovingPath,
     precision: str,
-    make_engine: MakeEngine,
     recorded_rollout: list[TrainSequence],
     tmp_path: Path,
 ) -> None:
-    engines = {
-        "policy": make_engine(f"policy.precision={precision}", moves_on_host=True),
-        "value": moving_paths.value_engine(precision, torch.device("cpu"), moves_on_host=True),
-    }
+    engines = moving_paths.make_engines(precision, torch.device("cpu"), moves_on_host=True)
     moving_paths.assert_saves_around(path, engines, recorded_rollout, tmp_path)
 
 
