@@ -40,11 +40,11 @@ ROUNDS = 4
 class Training:
     """A model of about `nbytes` of fp32 weights and moments that really trains."""
 
-    def __init__(self, nbytes: float, batch: int) -> None:
+    def __init__(self, nbytes: float, batch: int, width: int = 1024) -> None:
         from transformers import LlamaConfig, LlamaForCausalLM
 
         torch.manual_seed(0)
-        width, vocabulary = 1024, 32_000
+        vocabulary = 32_000
         layer = 4 * width * width + 3 * width * 4 * width
         layers = max(1, round((nbytes / 12 - 2 * vocabulary * width) / layer))
         config = LlamaConfig(
@@ -145,13 +145,17 @@ class Saving:
 
 
 def block(training: Training, save: Callable[[], Any] | None) -> float:
-    """Seconds a step."""
+    """Seconds a step. A save comes before the first step, and the last one's copies are not waited for, as in a run."""
     torch.cuda.synchronize()
+    if save is not None:
+        save()
     begin = time.perf_counter()
     for _ in range(BLOCK):
         training.step(save)
-    torch.cuda.synchronize()
-    return (time.perf_counter() - begin) / BLOCK
+    torch.cuda.current_stream().synchronize()
+    seconds = time.perf_counter() - begin
+    training.fence.wait()
+    return seconds / BLOCK
 
 
 def disk_ceiling(folder: Path, buffer: HostBuffer, nbytes: int) -> float:

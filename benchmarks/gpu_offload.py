@@ -1,6 +1,6 @@
 """What moving training state off a CUDA device costs, and what a save right before it adds.
 
-    python benchmarks/gpu_offload.py --folder DIR [--gb 4.3] [--rounds 8]
+    python benchmarks/gpu_offload.py --folder DIR [--gb 4.3] [--width 1024] [--rounds 8]
 
 The same state leaves and comes back in turns: alone, and behind a save of it. An offload is a snapshot, so the second
 ought to copy it once, not twice.
@@ -40,9 +40,10 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--gb", type=float, default=4.3)
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--width", type=int, default=1024, help="of the model: how large its tensors are")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    training, parking = Training(args.gb * 1e9, 8), Parking("the benchmark's state")
+    training, parking = Training(args.gb * 1e9, 8, args.width), Parking("the benchmark's state")
     training.step()
     saving = Saving(training, args.folder / "offload", "wait")
     offload(training, parking, saving)
@@ -67,7 +68,8 @@ def main() -> None:
         middle = statistics.median(seconds)
         print(f"{name}: {1e3 * middle:.1f} ms, {nbytes / middle / 1e9:.1f} GB/s", flush=True)
     more = [b / a - 1 for a, b in zip(times["alone"], times["behind a save"], strict=True)]
-    print(f"{nbytes / 1e9:.2f} GB: an offload behind a save takes {100 * statistics.median(more):+.1f} % of one alone")
+    state = f"{nbytes / 1e9:.2f} GB in {len(list(training.chunks()))} tensors"
+    print(f"{state}: an offload behind a save takes {100 * statistics.median(more):+.1f} % of one alone")
     assert training.losses[-1] < training.losses[0], "nothing trained"
 
 

@@ -1,4 +1,4 @@
-"""Keeps Python's garbage collector out of a save's call."""
+"""Keeps Python's garbage collector out of what handles thousands of tensors while training waits."""
 
 from __future__ import annotations
 

@@ -355,9 +355,5 @@ def _check_for_many(config: CheckpointingConfig, world: int) -> None:
 
 
 def _bytes_needed(chunks: Mapping[str, Sequence[Chunk]], small_files: Mapping[str, bytes]) -> int:
-    per_chunk = (
-        chunk.tensor.numel() * chunk.tensor.element_size() + _HEADER_BYTES_PER_CHUNK
-        for parts in chunks.values()
-        for chunk in parts
-    )
+    per_chunk = (chunk.tensor.nbytes + _HEADER_BYTES_PER_CHUNK for parts in chunks.values() for chunk in parts)
     return sum(per_chunk) + sum(map(len, small_files.values())) + PAGE * (len(chunks) + len(small_files) + 1)

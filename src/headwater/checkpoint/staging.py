@@ -3,9 +3,10 @@
     call:        note each tensor's version ──> clone what a forward pass changes ──> return
     background:  digest every live tensor ──> copy all ──> compare versions ──> seal ──> hand over to the writer
 
-On a GPU the digests are launched by the call, in the stream of training, so that they are those of that moment. On a
-host they are computed first of all in the background. A tensor that changes before its copy is taken, which the fence
-prevents, has another version, or other bytes than were digested; either way the save is refused.
+On a GPU the digests are launched by the call, in the stream of training, so that they are those of that moment, and
+fetched ahead of the copies. On a host they are computed first of all in the background. A tensor that changes before
+its copy is taken, which the fence prevents, has another version, or other bytes than were digested; either way the
+save is refused.
 """
 
 from __future__ import annotations
@@ -25,8 +26,7 @@ from headwater.checkpoint.chunk import Chunk
 from headwater.checkpoint.copy_stream import copy_stream
 from headwater.checkpoint.digest import device_sums, digests, finish
 from headwater.checkpoint.host_buffer import Lease
-from headwater.checkpoint.host_copies import HostCopies
-from headwater.checkpoint.layout import FileLayout
+from headwater.checkpoint.host_copies import HostCopies, HostImage
 from headwater.checkpoint.plan import ComponentPlan
 from headwater.checkpoint.watch import Watch
 from headwater.checkpoint.write_request import listed
@@ -104,18 +104,25 @@ class Stager:
         )
         behind = _current_events(source for parts in sources.values() for source in parts)
 
+        copies: HostCopies | None = None
+
+        def while_copying() -> None:
+            """What nobody has to wait for once the copies are done."""
+            nonlocal copies
+            values = live.values()
+            for name, plan in plans.items():
+                staging.digests[name], values = values[: len(plan.keys)], values[len(plan.keys) :]
+            if watch is None:
+                copies = HostCopies(lease, plans, chunks, seen)
+
         def stage_in_background() -> None:
             nonlocal chunks
             try:
                 live.compute_on_host()
-                staging.copy_seconds = self._copy(sources, plans, lease, behind)
-                values = live.values()
+                staging.copy_seconds = self._copy(sources, plans, lease, behind, live, while_copying)
                 _require_unchanged(seen, chunks, label)
-                for name, plan in plans.items():
-                    staging.digests[name], values = values[: len(plan.keys)], values[len(plan.keys) :]
                 lease.seal()
-                if watch is None:
-                    staging.copies = HostCopies(lease, plans, chunks, seen)
+                staging.copies = copies
             except Exception as problem:
                 staging.error = problem.with_traceback(None)  # whose frames hold tensors
             chunks = {}
@@ -137,24 +144,31 @@ class Stager:
         plans: Mapping[str, ComponentPlan],
         lease: Lease,
         behind: Mapping[torch.device, Any],
+        live: _LiveDigests,
+        meanwhile: Callable[[], None],
     ) -> float:
-        """Returns when all is copied: the longest that a device took. behind: of each, what its copies come after."""
-        copies = [copy for name, parts in sources.items() for copy in _copies(parts, plans[name].layout, lease, name)]
+        """Returns when all is copied: the longest that a device took. behind: of each, what its copies come after.
+
+        live: fetched ahead of the copies. meanwhile: called while devices copy.
+        """
+        for name, plan in plans.items():
+            header = plan.layout.header
+            lease.writable(name, plan.layout.size)[: len(header)] = np.frombuffer(header, np.uint8)
         spans = []
         try:
             for device, event in behind.items():
                 stream = copy_stream(device)
                 stream.wait_event(event)
+                live.fetch(device)
                 begin = stream.record_event(torch.cuda.Event(enable_timing=True))
                 spans.append((begin, end := torch.cuda.Event(enable_timing=True), stream))
                 with torch.cuda.stream(stream):
-                    for target, source in copies:
-                        if source.device == device:
-                            target.copy_(source, non_blocking=True)
+                    for target, source in _copies(sources, plans, lease, device):
+                        target.copy_(source, non_blocking=True)
                 stream.record_event(end)
-            for target, source in copies:
-                if not source.is_cuda:
-                    target.copy_(source)
+            meanwhile()
+            for target, source in _copies(sources, plans, lease, torch.device("cpu")):
+                target.copy_(source)
         finally:
             for _, _, stream in spans:  # whatever happens: nothing is read or written any more
                 stream.synchronize()
@@ -182,18 +196,19 @@ def _current_events(tensors: Iterable[torch.Tensor]) -> dict[torch.device, Any]:
     }
 
 
-def _copies(sources: Sequence[torch.Tensor], layout: FileLayout, lease: Lease, name: str) -> Iterator[_Copy]:
-    """The header is written; what is left to copy is returned."""
-    image = lease.writable(name, layout.size)
-    image[: len(layout.header)] = np.frombuffer(layout.header, np.uint8)
-    whole = torch.from_numpy(image)
-    views: dict[torch.dtype, torch.Tensor] = {}  # of the whole image, whose chunks are aligned
-    for source, (begin, end) in zip(sources, layout.ranges, strict=True):
-        if begin < end:
-            dtype = source.dtype
-            if dtype not in views:
-                views[dtype] = whole[: len(image) // dtype.itemsize * dtype.itemsize].view(dtype)
-            yield views[dtype][begin // dtype.itemsize : end // dtype.itemsize].view(source.shape), source
+def _copies(
+    sources: Mapping[str, Sequence[torch.Tensor]],
+    plans: Mapping[str, ComponentPlan],
+    lease: Lease,
+    device: torch.device,
+) -> Iterator[_Copy]:
+    """Where each tensor of a device goes, worked out as it is asked for: a GPU copies the first ones by then."""
+    for name, parts in sources.items():
+        layout = plans[name].layout
+        image = HostImage(lease.writable(name, layout.size))
+        for source, (begin, end) in zip(parts, layout.ranges, strict=True):
+            if begin < end and source.device == device:
+                yield image.tensor(begin, source.dtype, source.shape), source
 
 
 def _require_unchanged(watch: Watch, chunks: Mapping[str, Sequence[Chunk]], label: str) -> None:
@@ -215,10 +230,11 @@ class _LiveDigests:
     """Digests of live tensors: on a GPU in its current stream, without waiting for them; on a host when asked for."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._nbytes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+        self._nbytes = [tensor.nbytes for tensor in tensors]
         self._on_host: list[tuple[int, torch.Tensor]] = []
         self._known: dict[int, int] = {}
         self._sums: list[tuple[list[int], torch.Tensor]] = []
+        self._fetched: dict[torch.device, tuple[torch.Tensor, Any]] = {}
         on_device: dict[torch.device, list[int]] = defaultdict(list)
         for index, tensor in enumerate(tensors):
             if tensor.is_cuda:
@@ -232,15 +248,25 @@ class _LiveDigests:
         values = digests([tensor for _, tensor in self._on_host])
         self._known |= {index: value for (index, _), value in zip(self._on_host, values, strict=True)}
 
+    def fetch(self, device: torch.device) -> None:
+        """Have those of a GPU copied to the host by its copy stream, which runs behind them."""
+        stream = copy_stream(device)
+        for _, sums in self._sums:
+            if sums.device == device:
+                totals = torch.empty(sums.shape, dtype=sums.dtype, device="cpu", pin_memory=True)
+                with torch.cuda.stream(stream):
+                    totals.copy_(sums, non_blocking=True)
+                self._fetched[device] = totals, stream.record_event()
+
     def values(self) -> list[int]:
-        """Asked for after the copies, whose stream runs behind the digests."""
+        """Waits for what was fetched, which has to be all."""
         for indices, sums in self._sums:
-            with torch.cuda.stream(copy_stream(sums.device)):
-                totals = sums.tolist()
-            for index, total in zip(indices, totals, strict=True):
+            totals, fetched = self._fetched[sums.device]
+            fetched.synchronize()
+            for index, total in zip(indices, totals.tolist(), strict=True):
                 self._known[index] = finish(total, self._nbytes[index])
         return [self._known[index] for index in range(len(self._nbytes))]
 
     def clear(self) -> None:
         """Let go of the tensors."""
-        self._on_host, self._sums = [], []
+        self._on_host, self._sums, self._fetched = [], [], {}

@@ -51,7 +51,7 @@ def sum_blocks(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """
     device = tensors[0].device
     sums = torch.zeros(len(tensors), dtype=torch.int64, device=device)
-    known = _rows(tuple([tensor.numel() * tensor.element_size() for tensor in tensors]))
+    known = _rows(tuple([tensor.nbytes for tensor in tensors]))
     if len(known) == 0:
         return sums
     table = torch.empty(known.shape, dtype=torch.int64, device="cpu", pin_memory=True)

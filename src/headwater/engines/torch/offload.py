@@ -8,7 +8,6 @@ A tensor keeps its identity: whoever holds a parameter or a moment holds it stil
 
 from __future__ import annotations
 
-import math
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -18,9 +17,10 @@ from pathlib import Path
 
 import torch
 
+from headwater.checkpoint.collector import collector_paused
 from headwater.checkpoint.fence import Staged
 from headwater.checkpoint.host_buffer import HostBuffer
-from headwater.checkpoint.host_copies import HostCopies
+from headwater.checkpoint.host_copies import HostCopies, HostImage
 from headwater.checkpoint.staging import Staging
 from headwater.errors import UserError
 
@@ -54,6 +54,7 @@ class Parking:
         """Whether the tensors are here."""
         return bool(self._parked)
 
+    @collector_paused()
     def park(
         self,
         tensors: Iterable[torch.Tensor],
@@ -81,7 +82,7 @@ class Parking:
         self._parked = [_Parked(tensor, tensor.device, tensor.stride()) for tensor in distinct]
         for tensor in distinct:
             tensor.data = on_host[id(tensor)]
-        return sum(_nbytes(tensor) for tensor in missing)
+        return sum(tensor.nbytes for tensor in missing)
 
     def _adopt(self, tensors: Sequence[torch.Tensor], images: Sequence[HostCopies]) -> dict[int, torch.Tensor]:
         """What saves have staged of the tensors, by id."""
@@ -90,8 +91,7 @@ class Parking:
             let_go = image.keep()
             if let_go is None:
                 continue
-            here = {id(tensor): image.of(tensor) for tensor in tensors if id(tensor) not in found}
-            here = {key: value for key, value in here.items() if value is not None}
+            here = image.of(tensor for tensor in tensors if id(tensor) not in found)
             found |= here
             if here:
                 self._let_go.append(let_go)
@@ -103,24 +103,21 @@ class Parking:
         places, size = [], 0
         for tensor in tensors:
             places.append(size)
-            size += -(-_nbytes(tensor) // _ALIGNMENT) * _ALIGNMENT
+            size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         if not tensors:
             return []
         try:
             self._buffer.reserve(size, pin=any(tensor.is_cuda for tensor in tensors))
         except OSError as error:
             raise UserError(f"no host memory to offload {self._what}, {size:,} bytes ({error.strerror})") from error
-        memory = torch.from_numpy(self._buffer.view(size))
-        copies = [
-            memory[begin : begin + _nbytes(tensor)].view(tensor.dtype).view(tensor.shape)
-            for begin, tensor in zip(places, tensors, strict=True)
-        ]
+        memory, copies = HostImage(self._buffer.view(size)), []
         with torch.no_grad():
-            for copy, tensor in zip(copies, tensors, strict=True):
-                copy.copy_(tensor, non_blocking=True)
+            for begin, tensor in zip(places, tensors, strict=True):
+                copies.append(memory.tensor(begin, tensor.dtype, tensor.shape).copy_(tensor, non_blocking=True))
         _synchronize(tensor.device for tensor in tensors)
         return copies
 
+    @collector_paused()
     def bring_back(self) -> None:
         """Move the tensors back to where they were, laid out as they were."""
         with torch.no_grad():
@@ -146,10 +143,6 @@ def _free(buffer: HostBuffer, let_go: list[Callable[[], None]]) -> None:
     while let_go:
         let_go.pop()()
     buffer.close()
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return math.prod(tensor.shape) * tensor.element_size()
 
 
 def _synchronize(devices: Iterable[torch.device]) -> None:
