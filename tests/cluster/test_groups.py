@@ -149,14 +149,6 @@ def test_a_missing_ray_names_the_extra_that_installs_it(monkeypatch: pytest.Monk
         pass
 
 
-def test_a_run_that_cannot_use_ray_yet_says_so_instead_of_running_inline() -> None:
-    from headwater.config.load import load_config
-    from headwater.controller.build import build
-
-    with pytest.raises(UserError, match="runs inline alone"), build(load_config("grpo_tiny", ["cluster.launcher=ray"])):
-        pass
-
-
 @pytest.mark.parametrize(
     ("keys", "message"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from headwater.controller.interrupt import StopRequest
 from headwater.controller.loop import run_rl
 from headwater.engines.torch.engine import TorchEngine
 from headwater.models.resolve import resolve
+from headwater.workers.group import InlineGroup
+from headwater.workers.train_rank import TrainRank
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
@@ -34,7 +37,7 @@ def test_the_exported_model_computes_the_logits_of_the_live_engine(tmp_path: Pat
     loaded = load_config("grpo_tiny", overrides)
     with build(loaded, Console(file=io.StringIO())) as runtime:
         run_rl(runtime, StopRequest())
-        engine = runtime.policy.engine
+        engine = cast(InlineGroup[TrainRank], runtime.ranks).worker.policy.engine
         assert isinstance(engine, TorchEngine)
         live = engine.model
     output = tmp_path / "exported"

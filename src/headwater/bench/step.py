@@ -32,6 +32,7 @@ from headwater.metrics import names
 from headwater.metrics.timer import StepTimer
 from headwater.models.resolve import resolve
 from headwater.rollout.env import Episode
+from headwater.workers.train_rank import TrainRank
 
 
 @dataclass
@@ -146,7 +147,7 @@ def table(result: Comparison) -> Table:
 
 def _own_step(run: Runtime, side: Side, counted: bool) -> None:
     timer = StepTimer()
-    before = run.policy.tokens_trained
+    before = run.call(TrainRank.tokens_trained)
     start = _now()
     metrics = train_step(run, timer)
     sync(run, timer)
@@ -155,7 +156,7 @@ def _own_step(run: Runtime, side: Side, counted: bool) -> None:
         completions = run.config.algorithm.num_prompts_per_step * run.config.algorithm.num_generations_per_prompt
         side.seconds.append(seconds)
         side.generated.append(round(metrics[names.TRAIN_MEAN_GEN_TOKENS_PER_SAMPLE] * completions))
-        side.trained.append(run.policy.tokens_trained - before)
+        side.trained.append(run.call(TrainRank.tokens_trained) - before)
 
 
 def _run_peer(

@@ -38,9 +38,8 @@ def run(args: argparse.Namespace) -> int:
     from headwater.controller.build import build
     from headwater.controller.interrupt import StopRequest
     from headwater.controller.loop import run_rl
-    from headwater.engines.torch.host_memory import keep_freed_memory
+    from headwater.workers.train_rank import TrainRank
 
-    keep_freed_memory()
     checkpointing = loaded.config.checkpointing
     with StopRequest(checkpointing.must_save_by_s) as stop, ExitStack() as closing:
         try:
@@ -52,8 +51,7 @@ def run(args: argparse.Namespace) -> int:
         run_rl(runtime, stop)
         if runtime.state.step >= loaded.config.algorithm.max_num_steps:
             return 0
-        kept = runtime.checkpoints.latest() if runtime.checkpoints is not None else None
-        how = "; resume with the same command" if kept else ", and nothing is saved"
+        how = "; resume with the same command" if runtime.call(TrainRank.has_checkpoint) else ", and nothing is saved"
         why = "interrupted"
         if stop.signum is None:
             why = f"checkpointing.checkpoint_must_save_by={checkpointing.checkpoint_must_save_by} has come: ended"

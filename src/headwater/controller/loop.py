@@ -22,11 +22,13 @@ from headwater.controller.runtime import Runtime
 from headwater.data.types import Group, TrainSequence
 from headwater.errors import HeadwaterError
 from headwater.metrics import names
-from headwater.metrics.stat import Stat, merge, reduce
+from headwater.metrics.stat import Stat, all_ranks, merge, reduce
 from headwater.metrics.timer import StepTimer
 from headwater.rollout.rollout import score_groups, summarize, validate
+from headwater.workers.group import WorkerError
 from headwater.workers.train import train_sequences, with_advantages
-from headwater.workers.value import ValueWorker, estimate_advantages
+from headwater.workers.train_rank import TrainRank
+from headwater.workers.value import estimate_advantages
 
 
 def run_rl(run: Runtime, stop: StopRequest) -> None:
@@ -43,6 +45,8 @@ def run_rl(run: Runtime, stop: StopRequest) -> None:
             optim_steps = state.optim_steps, state.value_optim_steps
             try:
                 metrics = train_step(run, timer)
+            except WorkerError:
+                raise  # which took all ranks with it
             except HeadwaterError:
                 # A reward that fails or a prompt too long must not cost the steps before it.
                 if saved_step < state.step and (state.optim_steps, state.value_optim_steps) == optim_steps:
@@ -83,12 +87,11 @@ def train_step(run: Runtime, timer: StepTimer) -> dict[str, float]:
     sequences, metrics = _score(run, groups, rewards, epochs, timer)
 
     run.progress.phase("train")
-    if run.value is not None and run.config.ppo is not None:
+    if run.config.ppo is not None:
         with timer.time(names.TIMING_VALUE_TRAINING):
-            metrics |= _train_value(run, run.value, sequences, run.config.ppo.ppo_epochs)
+            metrics |= _train_value(run, sequences, run.config.ppo.ppo_epochs)
             if run.config.ppo.models_take_turns:
-                run.value.engine.offload()
-                run.policy.engine.onload()
+                run.call(TrainRank.policy_turn)
     with timer.time(names.TIMING_POLICY_TRAINING):
         metrics |= _train(run, sequences, epochs)
     state.step += 1
@@ -107,25 +110,23 @@ def _score(
     optim_steps = epochs * (len(sequences) // config.policy.train_global_batch_size)
     kl_in_reward = config.ppo is not None and config.ppo.kl_penalty_in_reward > 0
     with timer.time(names.TIMING_POLICY_AND_REFERENCE_LOGPROBS):
-        sequences = run.policy.score(sequences, optim_steps=optim_steps, for_reward=kl_in_reward)
-    if run.value is None or config.ppo is None:
+        sequences = run.call(TrainRank.score, sequences, optim_steps=optim_steps, for_reward=kl_in_reward)
+    if config.ppo is None:
         return sequences, {}
     with timer.time(names.TIMING_VALUES):
         if config.ppo.models_take_turns:
-            run.policy.engine.offload()
-            run.value.engine.onload()
-        values = run.value.values(sequences)
+            run.call(TrainRank.value_turn)
+        values = run.call(TrainRank.values, sequences)
     sequences, explained = estimate_advantages(sequences, rewards.flatten(), values, config.ppo)
     return sequences, {} if explained is None else {names.TRAIN_CRITIC_EXPLAINED_VAR: explained}
 
 
-def _train_value(run: Runtime, value: ValueWorker, sequences: Sequence[TrainSequence], epochs: int) -> dict[str, float]:
+def _train_value(run: Runtime, sequences: Sequence[TrainSequence], epochs: int) -> dict[str, float]:
     """One optimizer step of the value model for each of its global batches, in each epoch."""
     assert run.config.value is not None
     stats: list[dict[str, Stat]] = []
     for batch in _batches(sequences, run.config.value.train_global_batch_size, epochs):
-        result = value.forward_backward(batch)
-        step = value.optim_step()
+        result, step = run.call(TrainRank.train_value, batch)
         run.state.value_optim_steps += 1
         own = {names.TRAIN_CRITIC_GRAD_NORM: step.grad_norm, names.TRAIN_CRITIC_LR: step.lr}
         stats += [result.stats, {tag: Stat.mean(value, 1) for tag, value in own.items()}]
@@ -136,10 +137,10 @@ def _train(run: Runtime, sequences: Sequence[TrainSequence], epochs: int) -> dic
     """One optimizer step for each global batch with anything to train on; without any, the weights stay as they are."""
     stats: list[dict[str, Stat]] = []
     for batch in _batches(sequences, run.config.policy.train_global_batch_size, epochs):
-        if not run.policy.is_worth_a_step(batch):
+        trained = run.call(TrainRank.train_policy, batch)
+        if trained is None:
             continue
-        result = run.policy.forward_backward(batch)
-        step = run.policy.optim_step()
+        result, step = trained
         run.state.optim_steps += 1
         own = {names.TRAIN_LOSS: result.loss_sum, names.TRAIN_GRAD_NORM: step.grad_norm, names.TRAIN_LR: step.lr}
         stats += [result.stats, {tag: Stat.mean(value, 1) for tag, value in own.items()}]
@@ -170,46 +171,38 @@ def _is_period(step: int, period: int) -> bool:
 
 def _is_save_due(run: Runtime) -> bool:
     last = run.state.step == run.config.algorithm.max_num_steps
-    return run.checkpoints is not None and (last or _is_period(run.state.step, run.config.checkpointing.save_period))
+    return run.config.checkpointing.enabled and (
+        last or _is_period(run.state.step, run.config.checkpointing.save_period)
+    )
 
 
 def _save(run: Runtime, timer: StepTimer, *, may_skip: bool) -> None:
-    assert run.checkpoints is not None
     run.progress.phase("save")
     with timer.time(names.TIMING_CHECKPOINTING):
-        run.state.metric_history = run.checkpoints.metric_history
-        run.checkpoints.save(
-            step=run.state.step,
-            components={name: engine.state_chunks() for name, engine in run.trained.items()},
-            trainer_state=run.state.to_json(),
-            config_yaml=run.config_yaml,
-            tokenizer=run.save_tokenizer,
-            weight_version=run.state.weight_version,
-            fences=[engine.fence for engine in run.trained.values()],
-            may_skip=may_skip,
-        )
+        run.state.metric_history = run.call(TrainRank.metric_history)
+        state = run.state
+        run.call(TrainRank.save, state.step, state.to_json(), state.weight_version, may_skip=may_skip)
 
 
 def _checkpoint_news(run: Runtime) -> dict[str, float]:
     """Show what became of saves, and return what was measured; a failed one ends the run here if it is to."""
-    if run.checkpoints is None:
+    if not run.config.checkpointing.enabled:
         return {}
-    news = run.checkpoints.take_news()
-    for note in news.notes:
+    of_ranks = run.ranks.call(TrainRank.take_news)
+    for note in of_ranks[0].notes:
         run.progress.note(note)
-    waited_s = sum(engine.fence.take_waited_s() for engine in run.trained.values())
-    return news.metrics | {names.CHECKPOINT_FENCE_WAIT_S: waited_s}
+    return all_ranks([news.metrics for news in of_ranks])
 
 
 def _finish_saves(run: Runtime, *, save: bool) -> None:
     """Save the last step where it was not, because no other save follows, and wait until all are committed."""
-    if run.checkpoints is None:
+    if not run.config.checkpointing.enabled:
         return
     timer = StepTimer()
     if save:
         _save(run, timer, may_skip=False)
-    waits = run.checkpoints.pending > 0
-    run.checkpoints.wait_committed()
+    waits = run.call(TrainRank.pending_saves) > 0
+    run.call(TrainRank.wait_committed)
     metrics = _checkpoint_news(run)
     if save or waits:
         for sink in run.sinks:
@@ -219,9 +212,10 @@ def _finish_saves(run: Runtime, *, save: bool) -> None:
 def _metric_is_missing(run: Runtime) -> bool:
     """A resumed checkpoint whose ranking metric was due but is unknown: the run ended between save and validation."""
     name, step = run.config.checkpointing.metric_name, run.state.step
-    known = run.checkpoints is None or str(step) in run.checkpoints.metric_history
-    period = run.config.algorithm.val_period
-    return bool(name and name.startswith("validation/") and _is_period(step, period) and step and not known)
+    if not name or not name.startswith("validation/") or not run.config.checkpointing.enabled:
+        return False
+    due = step > 0 and _is_period(step, run.config.algorithm.val_period)
+    return due and str(step) not in run.call(TrainRank.metric_history)
 
 
 def _validate_and_log(run: Runtime, stop: StopRequest, accuracies: list[float]) -> None:
@@ -259,9 +253,7 @@ def _validate(run: Runtime, stop: StopRequest, accuracies: list[float]) -> dict[
 def _log(run: Runtime, metrics: dict[str, float]) -> None:
     tokens = metrics[names.TRAIN_MEAN_GEN_TOKENS_PER_SAMPLE] * run.config.algorithm.completions_per_step
     metrics[names.PERFORMANCE_TOKENS_PER_SEC] = tokens / metrics[names.TIMING_TOTAL_STEP_TIME]
-    if torch.cuda.is_available():
-        metrics[names.MEMORY_ALLOCATED] = float(torch.cuda.memory_allocated())
-        metrics[names.MEMORY_RESERVED] = float(torch.cuda.memory_reserved())
+    metrics |= all_ranks(run.ranks.call(TrainRank.device_memory))
     for sink in run.sinks:
         sink.log(run.state.step, metrics)
     _record_ranking_metric(run, metrics)
@@ -270,8 +262,8 @@ def _log(run: Runtime, metrics: dict[str, float]) -> None:
 
 def _record_ranking_metric(run: Runtime, metrics: dict[str, float]) -> None:
     name = run.config.checkpointing.metric_name
-    if run.checkpoints is not None and name is not None and name in metrics:
-        run.checkpoints.record_metric(run.state.step, metrics[name])
+    if run.config.checkpointing.enabled and name is not None and name in metrics:
+        run.call(TrainRank.record_metric, run.state.step, metrics[name])
 
 
 def _rollout_metrics(groups: Sequence[Group], rewards: torch.Tensor, timer: StepTimer) -> dict[str, float]:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
+
+from headwater.metrics import names
+
+_ADDED = {names.CHECKPOINT_BYTES, names.CHECKPOINT_CHUNKS_ADVANCED, names.CHECKPOINT_CHUNKS_REPEATED}
 
 
 class Stat(NamedTuple):
@@ -54,6 +58,12 @@ def reduce(stats: Mapping[str, Stat]) -> dict[str, float]:
         for tag, stat in stats.items()
         if stat.weight > 0
     }
+
+
+def all_ranks(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """One number a tag from those of each rank: amounts of a checkpoint are added, of all else the largest counts."""
+    tags = dict.fromkeys(tag for of_rank in metrics for tag in of_rank)
+    return {tag: (sum if tag in _ADDED else max)(of_rank[tag] for of_rank in metrics if tag in of_rank) for tag in tags}
 
 
 def _merge_two(tag: str, a: Stat, b: Stat) -> Stat:

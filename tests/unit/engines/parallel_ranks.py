@@ -31,10 +31,12 @@ from headwater.data.types import Problem, Prompt, SamplingParams, TrainSequence
 from headwater.engines.generate.native import NativeGenerator
 from headwater.engines.torch.engine import TorchEngine
 from headwater.engines.torch.sharding import local
+from headwater.engines.torch.value import TorchValueEngine
 from headwater.errors import UserError
 from headwater.metrics.stat import reduce
 from headwater.models.resolve import load_tokenizer, resolve
 from headwater.workers.train import PolicyWorker
+from headwater.workers.value import ValueWorker
 
 STEPS = 5
 VOCABULARY = 11
@@ -45,6 +47,9 @@ TP = "policy.torch_cfg.tensor_parallel_size=2"
 SP = "policy.torch_cfg.sequence_parallel=true"
 SLOWLY = "policy.optimizer.lr=2e-5"  # ten steps do not reach the loss's clip, where gradients end
 BF16 = ("policy.precision=bfloat16", "policy.fp32_lm_head=true", SLOWLY)
+VALUE_TP = "value.torch_cfg.tensor_parallel_size=2"
+VALUE_SP = "value.torch_cfg.sequence_parallel=true"
+VALUE_BF16 = ("value.precision=bfloat16",)
 AC = "policy.torch_cfg.activation_checkpointing=true"
 
 # Scenario -> (model, overrides), by the number of ranks.
@@ -59,6 +64,11 @@ FAST: dict[int, Scenarios] = {
         "qwen3-tp2": ("qwen3", (TP,)),
     },
     4: {"fsdp2-tp2": ("tiny", (TP,)), "qwen3-fsdp4": ("qwen3", ())},
+}
+VALUE: dict[int, dict[str, tuple[str, ...]]] = {
+    1: {"value-inline": (), "value-inline-bf16": VALUE_BF16},
+    2: {"value-fsdp2": (), "value-tp2-sp": (VALUE_TP, VALUE_SP), "value-fsdp2-bf16": VALUE_BF16},
+    4: {"value-fsdp2-tp2": (VALUE_TP,)},
 }
 SLOW: dict[int, Scenarios] = {
     1: {
@@ -198,6 +208,36 @@ class Job:
             save_file({**{f"first.{key}": value for key, value in first.items()}, **last}, self.file(name))
         return outcome
 
+    def value_scenario(self, name: str, overrides: tuple[str, ...]) -> dict[str, Any]:
+        """A value model's training on one rollout."""
+        common = "value.train_micro_batch_size=4", "value.optimizer.lr=1e-4", "value.train_global_batch_size=16"
+        config = load_config("ppo_tiny", [*common, *overrides]).config.value
+        assert config is not None
+        engine = TorchValueEngine(config, make_model("tiny", self.folder), self.device)
+        worker = ValueWorker(engine, 0.2)
+        first = weights(engine)
+        returns = torch.Generator().manual_seed(3)
+        sequences = [
+            replace(s, values=before, returns=torch.randn(len(before), generator=returns))
+            for s, before in zip(rollout(259), engine.values(rollout(259)), strict=True)
+        ]
+        losses, norms = [], []
+        for _ in range(STEPS):
+            losses.append(worker.forward_backward(sequences).loss_sum)
+            norms.append(worker.optim_step().grad_norm)
+        last = weights(engine)
+        if self.rank == 0:
+            save_file({**{f"first.{key}": value for key, value in first.items()}, **last}, self.file(name))
+        return {
+            "losses": losses,
+            "norms": norms,
+            "values": torch.cat(engine.values(sequences)).tolist(),
+            "weights": digest(last),
+            "saved": [
+                [c.name, list(c.global_shape), list(c.offset), list(c.tensor.shape)] for c in engine.state_chunks()
+            ],
+        }
+
     def file(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"
 
@@ -314,6 +354,8 @@ def main(folder: Path, rank: int, which: str) -> None:
     def run(job: Job, *, trains: bool = True, checkpointed: bool = True) -> None:
         for name, (kind, overrides) in scenarios[job.world].items() if trains else ():
             outcome[name] = job.scenario(name, kind, overrides)
+        for name, overrides in VALUE[job.world].items() if trains and which == "fast" else ():
+            outcome[name] = job.value_scenario(name, overrides)
         for name, step in checkpoints(job, which).items() if checkpointed else ():
             outcome[name] = step()
 

@@ -210,6 +210,37 @@ def test_saved_boxes_cover_each_tensor_once_over_all_ranks(scenario: str, fast: 
     assert covered == {name: torch.Size(shape).numel() for name, shape in shapes.items()}
 
 
+@pytest.mark.parametrize("layout", ["fsdp2", "tp2-sp", "fsdp2-tp2"])
+def test_a_value_model_over_ranks_trains_like_one_process(layout: str, fast: Outcomes) -> None:
+    (expected,) = fast.every("value-inline")
+    found = fast.every(f"value-{layout}")
+    assert len(found) == (4 if layout == "fsdp2-tp2" else 2)
+    for of_rank in found:
+        assert of_rank["losses"] == pytest.approx(expected["losses"], abs=1e-6)
+        assert of_rank["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+        assert of_rank["values"] == pytest.approx(expected["values"], abs=1e-5)
+        assert of_rank["weights"] == found[0]["weights"]
+    assert expected["losses"][-1] < expected["losses"][0] * 0.99, "nothing was learnt"
+    first, last = fast.weights("value-inline")
+    assert difference(last, fast.weights(f"value-{layout}")[1]) < 1e-4 * difference(first, last)
+    covered: dict[str, int] = {}
+    for of_rank in found:
+        for name, _, _, shape in of_rank["saved"]:
+            covered[name] = covered.get(name, 0) + torch.Size(shape).numel()
+    assert covered == {name: torch.Size(shape).numel() for name, shape, *_ in expected["saved"]}
+    assert covered["value_head.weight"] == 128
+
+
+def test_a_value_model_in_bf16_keeps_its_fp32_head_over_ranks(fast: Outcomes) -> None:
+    (expected,) = fast.every("value-inline-bf16")
+    for of_rank in fast.every("value-fsdp2-bf16"):
+        assert of_rank["losses"] == pytest.approx(expected["losses"], rel=0.02)
+        assert of_rank["norms"] == pytest.approx(expected["norms"], rel=0.05)
+    _, last = fast.weights("value-fsdp2-bf16")
+    assert last["value_head.weight"].dtype == torch.float32
+    assert last["model.norm.weight"].dtype == torch.bfloat16
+
+
 def assert_resumed_alike(outcomes: Outcomes, load: str, again: str, *, norms: float, losses: float) -> None:
     found = diff(outcomes.checkpoint("saved"), outcomes.checkpoint(again))
     assert found.identical

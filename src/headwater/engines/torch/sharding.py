@@ -83,8 +83,12 @@ def _tensor_dim(tensor: torch.Tensor) -> int | None:
 
 def _shard_over_data(model: PreTrainedModel, layout: Layout) -> None:
     blocks = set(getattr(model, "_no_split_modules", None) or [])
+    units = [module for module in model.modules() if type(module).__name__ in blocks]
+    head = model.get_output_embeddings()
+    if head is not None and head.weight.dtype != model.dtype:  # what is gathered together has one dtype
+        units.append(head)
     # A root that stayed gathered after scoring would go on with the weights from before the next optimizer step.
-    for module in [module for module in model.modules() if type(module).__name__ in blocks] + [model]:
+    for module in [*units, model]:
         fully_shard(
             module,
             mesh=layout.axis("data"),

@@ -27,7 +27,8 @@ from headwater.engines.torch.parallel import Layout
 def parallelize(model: PreTrainedModel, layout: Layout) -> None:
     """Cut the model's parameters over the tensor-parallel ranks, in place; `check_model` has let it pass.
 
-    The logits become a DTensor, cut by vocabulary. A tied head stays tied. Parameters of norms stay whole on each rank.
+    Logits become a DTensor, cut by vocabulary; values stay plain tensors. A tied head stays tied. Parameters of norms
+    stay whole on each rank.
     """
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight  # pyright: ignore
     parallelize_module(model, layout.axis("tensor"), _plan(model, layout.sequence_parallel))
@@ -44,8 +45,9 @@ def _plan(model: PreTrainedModel, sequence_parallel: bool) -> dict[str, Parallel
         "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
         f"{layer}.self_attn.o_proj": RowwiseParallel(output_layouts=between),
         f"{layer}.mlp.down_proj": RowwiseParallel(output_layouts=between),
-        "lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
     }
+    if "lm_head" in dict(model.named_children()):  # the head of a value model is whole on each rank
+        plan["lm_head"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
     for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
         plan[f"{layer}.{name}"] = ColwiseParallel()
     if model.config.model_type == "qwen3":  # norms of each head: a rank sees its own heads, dimension 2, alone

@@ -9,7 +9,6 @@ from transformers import PreTrainedModel
 
 from headwater.data.types import TrainSequence
 from headwater.engines.torch.engine import TorchEngine
-from headwater.errors import UserError
 
 HEAD_NAME = "value_head"
 _SEED = 20160608
@@ -29,10 +28,6 @@ class TorchValueEngine(TorchEngine):
         return self.logprobs(sequences)
 
     def _prepare_head(self) -> None:
-        if self._layout.world > 1:
-            raise UserError(
-                "a value model trains on one rank: leave torch.distributed alone, or choose the recipe grpo"
-            )
         replace_head(self.model)
 
     def _forward(self, sequences: Sequence[TrainSequence]) -> torch.Tensor:

@@ -1,0 +1,315 @@
+"""One process's part of all that trains: its part of the policy and of the value model, and of their checkpoints.
+
+A run in one process has one; on a cluster each rank has one, and the loop calls all of them at once with the same
+arguments. What all ranks work out alike, rank 0 answers with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
+
+from headwater.checkpoint.digest import digest, digest_bytes
+from headwater.checkpoint.manager import CheckpointManager, News
+from headwater.checkpoint.ranks import Ranks
+from headwater.checkpoint.reader import Checkpoint
+from headwater.config.schema import Config, EngineConfig, ValueConfig
+from headwater.data.types import Completion, Prompt, SamplingParams, TrainSequence
+from headwater.engines.base import ForwardBackward, OptimStep
+from headwater.engines.generate.native import NativeGenerator
+from headwater.engines.torch.engine import TorchEngine
+from headwater.engines.torch.host_memory import keep_freed_memory
+from headwater.engines.torch.value import TorchValueEngine
+from headwater.errors import BlockedError, UserError
+from headwater.metrics import names
+from headwater.models.resolve import load_tokenizer, model_identity, resolve
+from headwater.workers.train import PolicyWorker
+from headwater.workers.value import ValueWorker
+
+
+@dataclass(frozen=True)
+class TrainJob:
+    """What all ranks of one start of a run are told alike.
+
+    config_yaml: the resolved configuration, for checkpoints. run_id: of the run, unless it resumes. session: see
+    `Ranks`.
+    """
+
+    config: Config
+    config_yaml: str
+    run_id: str
+    session: str
+
+
+@dataclass(frozen=True)
+class TrainStart:
+    """What a run begins with.
+
+    base_models: digest of the weights, by component. parameters: how many are trained, by component. device: where
+    the policy is. checkpoint: the newest one's folder, None without one. trainer_state: what it holds besides tensors.
+    """
+
+    base_models: Mapping[str, str]
+    parameters: Mapping[str, int]
+    device: str
+    checkpoint: Path | None
+    trainer_state: dict[str, Any] | None
+
+
+class TrainRank:
+    """Made by all ranks together, and each method is called on all ranks together.
+
+    Raises UserError for a model or folder that does not fit the configuration, or a newest checkpoint that is corrupt
+    or of another model, BlockedError where torch sees no such device.
+    """
+
+    def __init__(self, job: TrainJob, *, rank: int, world: int) -> None:
+        config = job.config
+        self._config_yaml = job.config_yaml
+        self._answers = rank == 0
+        self._checkpoints: CheckpointManager | None = None
+        self._checkpoint: Checkpoint | None = None
+        keep_freed_memory()
+        device = _device(config)
+        model_path = _model_path(config.policy)
+        tokenizer = tokenizer_of(config)
+        self._save_tokenizer = tokenizer.save_pretrained
+        try:
+            if config.checkpointing.enabled:
+                ranks, identity = Ranks(rank, world, job.session), model_identity(model_path)
+                self._checkpoints = CheckpointManager(config.checkpointing, job.run_id, identity, ranks)
+                if world > 1:
+                    dist.barrier()  # rank 0 has locked the folder: the newest checkpoint is the same to all
+                self._checkpoint = self._checkpoints.latest()
+            self._engines, self.policy, self.value = _models(config, model_path, device)
+            if self._checkpoints is not None:
+                sizes = {name: engine.checkpoint_bytes for name, engine in self._engines.items()}
+                self._checkpoints.require_space(sum(sizes.values()))
+                self._checkpoints.prepare(sizes, device.type == "cuda", self._save_tokenizer)
+        except BaseException:
+            self.close()
+            raise
+        model = self._engines["policy"].model
+        self._generator = NativeGenerator(model, tokenizer, config.policy.generation.max_batch_size)
+        self._device = model.device
+
+    def start(self) -> TrainStart:
+        """What the run begins with. Call it before anything is loaded or trained."""
+        checkpoint = self._checkpoint
+        return TrainStart(
+            base_models={name: _weights_digest(engine) for name, engine in self._engines.items()},
+            parameters={name: engine.num_trainable_parameters for name, engine in self._engines.items()},
+            device=str(self._device),
+            checkpoint=checkpoint.folder if checkpoint is not None else None,
+            trainer_state=checkpoint.trainer_state() if checkpoint is not None else None,
+        )
+
+    def load(self, optim_steps: Mapping[str, int], metric_history: Mapping[str, float]) -> None:
+        """Go on from the newest checkpoint. optim_steps: taken until then, by component.
+
+        Raises UserError where it holds other components than are trained, or other tensors than they have.
+        """
+        checkpoint = self._checkpoint
+        assert checkpoint is not None
+        assert self._checkpoints is not None
+        if checkpoint.components() != sorted(self._engines):
+            raise UserError(
+                f"{checkpoint.folder} holds {' and '.join(checkpoint.components())}, this run trains "
+                f"{' and '.join(sorted(self._engines))}: choose a new checkpointing.checkpoint_dir"
+            )
+        for name, engine in self._engines.items():
+            engine.load_chunks(checkpoint.component(name))
+            assert engine.optimizer is not None
+            engine.optimizer.steps = optim_steps[name]
+        self._checkpoints.restore_metric_history(metric_history)
+
+    def generate(
+        self, prompts: Sequence[Prompt], num_samples: int, params: SamplingParams
+    ) -> list[tuple[Completion, ...]]:
+        """See GenerateEngine."""
+        completions = self._generator.generate(prompts, num_samples, params)
+        return completions if self._answers else []
+
+    def receive_weights(self, version: int) -> None:
+        """See GenerateEngine."""
+        self._generator.receive_weights(version)
+
+    def score(
+        self, sequences: Sequence[TrainSequence], *, optim_steps: int, for_reward: bool = False
+    ) -> list[TrainSequence]:
+        """See PolicyWorker."""
+        scored = self.policy.score(sequences, optim_steps=optim_steps, for_reward=for_reward)
+        return scored if self._answers else []
+
+    def values(self, sequences: Sequence[TrainSequence]) -> list[torch.Tensor]:
+        """See ValueWorker."""
+        assert self.value is not None
+        return self.value.values(sequences)
+
+    def value_turn(self) -> None:
+        """The value model has the device from now on, and the policy waits on the host."""
+        assert self.value is not None
+        self.policy.engine.offload()
+        self.value.engine.onload()
+
+    def policy_turn(self) -> None:
+        """The policy has the device from now on, and the value model waits on the host."""
+        assert self.value is not None
+        self.value.engine.offload()
+        self.policy.engine.onload()
+
+    def train_value(self, batch: Sequence[TrainSequence]) -> tuple[ForwardBackward, OptimStep]:
+        """One optimizer step of the value model on a global batch."""
+        assert self.value is not None
+        return self.value.forward_backward(batch), self.value.optim_step()
+
+    def train_policy(self, batch: Sequence[TrainSequence]) -> tuple[ForwardBackward, OptimStep] | None:
+        """One optimizer step of the policy on a global batch; None, and no step, where nothing of it is trained on."""
+        if not self.policy.is_worth_a_step(batch):
+            return None
+        return self.policy.forward_backward(batch), self.policy.optim_step()
+
+    def tokens_trained(self) -> int:
+        """Completion tokens that went through a backward pass of the policy so far."""
+        return self.policy.tokens_trained
+
+    def save(self, step: int, trainer_state: Mapping[str, Any], weight_version: int, *, may_skip: bool) -> None:
+        """Begin a checkpoint of all models, of which this rank writes its part; see CheckpointManager."""
+        assert self._checkpoints is not None
+        self._checkpoints.save(
+            step=step,
+            components={name: engine.state_chunks() for name, engine in self._engines.items()},
+            trainer_state=trainer_state,
+            config_yaml=self._config_yaml,
+            tokenizer=self._save_tokenizer,
+            weight_version=weight_version,
+            fences=[engine.fence for engine in self._engines.values()],
+            may_skip=may_skip,
+        )
+
+    def take_news(self) -> News:
+        """What became of saves since the last call, and what they cost this rank."""
+        assert self._checkpoints is not None
+        news = self._checkpoints.take_news()
+        news.metrics[names.CHECKPOINT_FENCE_WAIT_S] = sum(e.fence.take_waited_s() for e in self._engines.values())
+        return news
+
+    def pending_saves(self) -> int:
+        """Saves that are neither committed nor failed."""
+        assert self._checkpoints is not None
+        return self._checkpoints.pending
+
+    def wait_committed(self) -> None:
+        """Return when every save so far is committed; see CheckpointManager."""
+        assert self._checkpoints is not None
+        self._checkpoints.wait_committed()
+
+    def record_metric(self, step: int, value: float) -> None:
+        """How good a step is, for retention."""
+        assert self._checkpoints is not None
+        self._checkpoints.record_metric(step, value)
+
+    def metric_history(self) -> dict[str, float]:
+        """See CheckpointManager."""
+        assert self._checkpoints is not None
+        return self._checkpoints.metric_history
+
+    def has_checkpoint(self) -> bool:
+        """Whether there is one to resume from."""
+        return self._checkpoints is not None and self._checkpoints.latest() is not None
+
+    def device_memory(self) -> dict[str, float]:
+        """Metrics of the CUDA device's memory; none on a CPU."""
+        if self._device.type != "cuda":
+            return {}
+        return {
+            names.MEMORY_ALLOCATED: float(torch.cuda.memory_allocated(self._device)),
+            names.MEMORY_RESERVED: float(torch.cuda.memory_reserved(self._device)),
+        }
+
+    def close(self) -> None:
+        """Wait for what is being written, and let another run use the folder."""
+        if self._checkpoints is not None:
+            self._checkpoints.close()
+
+
+def tokenizer_of(config: Config) -> PreTrainedTokenizerBase:
+    """The policy's. Raises UserError where there is none."""
+    name, trust = config.policy.tokenizer.name, config.policy.trust_remote_code
+    path = _model_path(config.policy) if name is None else resolve(name, trust_remote_code=trust)
+    return load_tokenizer(path, trust_remote_code=trust)
+
+
+def _model_path(config: EngineConfig) -> Path:
+    return resolve(config.model_name, trust_remote_code=config.trust_remote_code)
+
+
+def _device(config: Config) -> torch.device:
+    wanted = config.cluster.device
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise BlockedError("cluster.device=cuda, but torch sees no CUDA device: set cluster.device=auto or cpu")
+    has_own = config.cluster.launcher == "inline" or config.cluster.gpus_per_node > 0
+    use_cuda = wanted == "cuda" or (wanted == "auto" and has_own and torch.cuda.is_available())
+    return torch.device("cuda", 0) if use_cuda else torch.device("cpu")
+
+
+def _models(
+    config: Config, model_path: Path, device: torch.device
+) -> tuple[dict[str, TorchEngine], PolicyWorker, ValueWorker | None]:
+    """The engines whose state a checkpoint holds, by component, and the workers that use them."""
+    if config.policy.torch_cfg.sequence_parallel:
+        raise UserError(
+            "policy.torch_cfg.sequence_parallel: policy.generation.backend=native decodes one token at a time, which "
+            "cannot be cut by position; set it to false (value.torch_cfg.sequence_parallel may stay)"
+        )
+    turns = config.ppo is not None and config.ppo.models_take_turns
+    # Where the host is the device, storage moves for the one who asks for it, and not for the reference policy.
+    moves = turns or config.policy.offload_optimizer_for_logprob
+    policy = TorchEngine(config.policy, model_path, device, moves_on_host=moves)
+    engines, value = {"policy": policy}, None
+    if config.value is not None:
+        engines["value"] = critic = TorchValueEngine(
+            config.value, _model_path(config.value), device, moves_on_host=turns
+        )
+        _require_same_tokens(config.value, policy, critic)
+        value = ValueWorker(critic, config.value.clip_range)
+    worker = PolicyWorker(
+        policy,
+        _reference(config, model_path, device),
+        config.loss_fn,
+        skip_without_signal=config.grpo is not None and config.grpo.skip_groups_without_signal,
+        offload_optimizer_for_logprob=config.policy.offload_optimizer_for_logprob,
+    )
+    return engines, worker, value
+
+
+def _require_same_tokens(config: ValueConfig, policy: TorchEngine, value: TorchEngine) -> None:
+    """Both read the same token ids. Raises UserError where their numbers differ."""
+    own, other = (engine.model.get_input_embeddings().num_embeddings for engine in (policy, value))
+    if own != other:
+        raise UserError(
+            f"value.model_name={config.model_name} knows {other} tokens and the policy {own}: "
+            "choose a value model with the policy's tokenizer"
+        )
+
+
+def _reference(config: Config, model_path: Path, device: torch.device) -> TorchEngine | None:
+    """The frozen reference policy: the model that the run began with, also after a resume."""
+    in_reward = config.ppo.kl_penalty_in_reward if config.ppo is not None else 0
+    if config.loss_fn.reference_policy_kl_penalty == 0 and in_reward == 0:
+        return None
+    reference = TorchEngine(config.policy, model_path, device, trainable=False)
+    reference.offload()
+    return reference
+
+
+def _weights_digest(engine: TorchEngine) -> str:
+    """One digest over all weights, in the order of their names."""
+    parts = [f"{name} {digest(tensor):016x}" for name, tensor in sorted(engine.export_weights())]
+    return f"{digest_bytes(' '.join(parts).encode()):016x}"
