@@ -214,6 +214,27 @@ def test_another_value_model_than_the_checkpoints_is_refused(run: Run, capsys) -
     assert "value.model_name holds at value.precision" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_an_optimizer_that_leaves_for_generation_trains_as_one_that_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    moved: list[str] = []
+    real = Parking.park
+
+    def park(self: Parking, *args: object) -> int:
+        moved.append(self._what)
+        return real(self, *args)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(Parking, "park", park)
+    options = (*SHORT, f"policy.precision={precision}", "ppo.max_num_steps=3", "ppo.policy_training_start_step=1")
+    stay, leaves = Run(tmp_path / "stay"), Run(tmp_path / "leaves")
+    assert stay.train(*options) == 0
+    assert moved == []
+    assert leaves.train(*options, "policy.offload_policy_before_refit=true") == 0
+    assert moved == ["optimizer state"] * 4  # before each step's generation, and after the last step
+    assert main(["ckpt", "diff", str(stay.at(3).folder), str(leaves.at(3).folder)]) == 0
+
+
 def test_models_that_take_turns_train_as_those_that_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each leaves its memory for the other, and the optimizer leaves while log-probabilities are computed."""
     moved: list[str] = []

@@ -148,6 +148,9 @@ class PolicyConfig(EngineConfig):
     """Compute logits in fp32 under a bf16 model: trainer and generator disagree less, for a slower head."""
     offload_optimizer_for_logprob: bool = False
     """Keep master weights and moments in host memory while log-probabilities are computed."""
+    offload_policy_before_refit: bool = False
+    """Keep master weights, gradients and moments in host memory while completions are generated. The weights stay:
+    `native` generates with them."""
     generation: GenerationConfig = GenerationConfig()
 
     @model_validator(mode="after")

@@ -36,6 +36,7 @@ def run_rl(run: Runtime, stop: StopRequest) -> None:
     config, algorithm, state = run.config, run.config.algorithm, run.state
     saved_step = state.step
     accuracies: list[float] = []
+    make_room(run)
     if state.step < algorithm.max_num_steps and (algorithm.val_at_start or _metric_is_missing(run)):
         _validate_and_log(run, stop, accuracies)
 
@@ -159,10 +160,19 @@ def _batches(sequences: Sequence[TrainSequence], size: int, epochs: int) -> Iter
 def sync(run: Runtime, timer: StepTimer) -> dict[str, float]:
     """Give the generator the newest policy, if it has not got it."""
     run.progress.phase("sync")
-    with timer.time(names.TIMING_PREPARE_TOTAL), timer.time(names.TIMING_PREPARE_TRANSFER_AND_UPDATE_WEIGHTS):
-        if run.state.weight_version > run.sync.version:
-            run.sync.push(run.state.weight_version)
-    return {names.REFIT_VERSION: float(run.sync.version)}
+    with timer.time(names.TIMING_PREPARE_TOTAL):
+        metrics = make_room(run)
+        with timer.time(names.TIMING_PREPARE_TRANSFER_AND_UPDATE_WEIGHTS):
+            if run.state.weight_version > run.sync.version:
+                run.sync.push(run.state.weight_version)
+    return metrics | {names.REFIT_VERSION: float(run.sync.version)}
+
+
+def make_room(run: Runtime) -> dict[str, float]:
+    """Leave the devices to generation, where that is asked for."""
+    if not run.config.policy.offload_policy_before_refit:
+        return {}
+    return all_ranks(run.ranks.call(TrainRank.offload_for_generation))
 
 
 def _is_period(step: int, period: int) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from headwater.data.types import Completion, Prompt, SamplingParams
+from headwater.data.types import Completion, Problem, Prompt, SamplingParams
 from headwater.workers.group import WorkerGroup
 from headwater.workers.train_rank import TrainRank
 
@@ -18,7 +19,9 @@ class TrainerGenerator:
     def generate(
         self, prompts: Sequence[Prompt], num_samples: int, params: SamplingParams
     ) -> list[tuple[Completion, ...]]:
-        return self._ranks.call(TrainRank.generate, prompts, num_samples, params)[0]
+        # What a reward needs of a problem, such as a user's objects, stays in this process.
+        asked = [replace(prompt, problem=Problem(prompt.problem.index, ())) for prompt in prompts]
+        return self._ranks.call(TrainRank.generate, asked, num_samples, params)[0]
 
     def receive_weights(self, version: int) -> None:
         self._ranks.call(TrainRank.receive_weights, version)

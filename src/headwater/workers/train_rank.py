@@ -175,6 +175,14 @@ class TrainRank:
             return None
         return self.policy.forward_backward(batch), self.policy.optim_step()
 
+    def offload_for_generation(self) -> dict[str, float]:
+        """Move what generation does not need to the host, until `score`; metrics of what the device holds then."""
+        self.policy.engine.offload_optimizer()
+        if self._device.type != "cuda":
+            return {}
+        free, total = torch.cuda.mem_get_info(self._device)
+        return {names.MEMORY_RETAINED_AFTER_OFFLOAD: float(total - free)}
+
     def tokens_trained(self) -> int:
         """Completion tokens that went through a backward pass of the policy so far."""
         return self.policy.tokens_trained
@@ -270,7 +278,7 @@ def _models(
         )
     turns = config.ppo is not None and config.ppo.models_take_turns
     # Where the host is the device, storage moves for the one who asks for it, and not for the reference policy.
-    moves = turns or config.policy.offload_optimizer_for_logprob
+    moves = turns or config.policy.offload_optimizer_for_logprob or config.policy.offload_policy_before_refit
     policy = TorchEngine(config.policy, model_path, device, moves_on_host=moves)
     engines, value = {"policy": policy}, None
     if config.value is not None:

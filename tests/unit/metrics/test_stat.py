@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from headwater.metrics.stat import Stat, merge, reduce
+from headwater.metrics.stat import Stat, all_ranks, merge, reduce
 
 
 def test_mean_of_unequal_parts_is_the_mean_of_the_whole():
@@ -47,3 +47,12 @@ def test_one_tag_of_two_kinds_is_refused():
 def test_mean_over_a_negative_or_nan_count_is_refused(count):
     with pytest.raises(ValueError, match="count"):
         Stat.mean(1.0, count)
+
+
+def test_amounts_of_a_checkpoint_are_added_over_ranks_and_of_all_else_the_largest_counts():
+    ranks = [
+        {"checkpoint/bytes": 3.0, "checkpoint/stall_s": 0.1, "checkpoint/chunks_advanced": 2.0},
+        {"checkpoint/bytes": 4.0, "checkpoint/stall_s": 0.3},
+    ]
+    assert all_ranks(ranks) == {"checkpoint/bytes": 7.0, "checkpoint/stall_s": 0.3, "checkpoint/chunks_advanced": 2.0}
+    assert all_ranks([{}, {}]) == {}
