@@ -25,6 +25,7 @@ from headwater.engines.base import ForwardBackward, OptimStep
 from headwater.engines.generate.native import NativeGenerator
 from headwater.engines.torch.engine import TorchEngine
 from headwater.engines.torch.host_memory import keep_freed_memory
+from headwater.engines.torch.sharding import gathered
 from headwater.engines.torch.value import TorchValueEngine
 from headwater.errors import BlockedError, UserError
 from headwater.metrics import names
@@ -132,9 +133,12 @@ class TrainRank:
     def generate(
         self, prompts: Sequence[Prompt], num_samples: int, params: SamplingParams
     ) -> list[tuple[Completion, ...]]:
-        """See GenerateEngine."""
-        completions = self._generator.generate(prompts, num_samples, params)
-        return completions if self._answers else []
+        """See GenerateEngine. Each data rank answers its share of the prompts."""
+        engine = self._engines["policy"]
+        with gathered(engine.model):
+            own = self._generator.generate(engine.layout.share(prompts), num_samples, params)
+        of_ranks = engine.layout.gather(own)
+        return [completions for answers in of_ranks for completions in answers] if self._answers else []
 
     def receive_weights(self, version: int) -> None:
         """See GenerateEngine."""

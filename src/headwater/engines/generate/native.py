@@ -1,4 +1,4 @@
-"""Generation by the trainer's own module: nothing to sync. Over several ranks all generate the same, together."""
+"""Generation by the trainer's own module: nothing to sync. Tensor-parallel ranks generate the same, together."""
 
 from __future__ import annotations
 

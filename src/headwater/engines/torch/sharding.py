@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -99,6 +101,24 @@ def _shard_over_data(model: PreTrainedModel, layout: Layout) -> None:
         if isinstance(module, FSDPModule):  # denominators are global: gradients are sums over ranks, not means
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+@contextmanager
+def gathered(model: PreTrainedModel) -> Iterator[None]:
+    """Hold the weights of all data ranks here, so that forward passes in here wait for none of them.
+
+    All ranks enter and leave together. What is written to weights in here is lost.
+    """
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)
+        unit.unshard()
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.reshard()
+            unit.set_reshard_after_forward(True, recurse=False)
 
 
 def _part(shape: tuple[int, ...], tensor_dim: int | None, layout: Layout) -> Part:
