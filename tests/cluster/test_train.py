@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -14,13 +15,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from process_tree import below, is_alive, state, wait_until
 
+from headwater.checkpoint.manager import CheckpointManager
 from headwater.checkpoint.reader import Checkpoint
 from headwater.cli.main import main
+from headwater.config.load import load_config
+from headwater.controller import build as build_module
 from headwater.controller import loop
+from headwater.data.types import TrainSequence
 from headwater.metrics.sinks import read_jsonl
 from headwater.workers.ray_cluster import RayGroup
+from headwater.workers.train import with_advantages
+from headwater.workers.train_rank import TrainJob, TrainRank
+from headwater.workers.value import estimate_advantages
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 HEARTBEAT_S = 5.0
@@ -191,6 +200,58 @@ def test_what_a_user_can_cause_stays_one_line(new_run, capsys) -> None:
         said = capsys.readouterr().err
         assert words in said
         assert said.count("\n") == 1, said
+
+
+def test_what_crosses_to_workers_does_not_grow_with_the_square_of_the_batch() -> None:
+    count, length = 64, 50
+    sequences = [
+        TrainSequence(
+            group=index,
+            prompt_ids=torch.zeros(3, dtype=torch.int64),
+            completion_ids=torch.zeros(length, dtype=torch.int64),
+            generation_logprobs=torch.zeros(length),
+            sampling_logprobs=torch.zeros(length),
+        )
+        for index in range(count)
+    ]
+    config = load_config("ppo_tiny").config.ppo
+    assert config is not None
+    values = [torch.rand(length) for _ in sequences]
+    for scored in (
+        estimate_advantages(sequences, torch.rand(count), values, config)[0],
+        with_advantages(sequences, torch.rand(count, 1)),
+    ):
+        payload = sum(t.nbytes for s in scored for t in vars(s).values() if isinstance(t, torch.Tensor))
+        assert len(pickle.dumps(scored)) < 3 * payload  # each tensor has some hundred bytes of its own
+
+
+class _Blind(TrainRank):
+    """Whose ranks but the first do not see what is in the checkpoints' folder."""
+
+    def __init__(self, job: TrainJob, *, rank: int, world: int) -> None:
+        if rank:
+            CheckpointManager.latest = lambda self: None  # in this process alone
+        super().__init__(job, rank=rank, world=world)
+
+
+def test_ranks_that_see_different_newest_checkpoints_do_not_start(new_run, capsys, monkeypatch) -> None:
+    run = new_run("run", "grpo_tiny")
+    assert run.train("checkpointing.save_period=1", "grpo.max_num_steps=2", workers=0) == 0
+    monkeypatch.setattr(build_module, "TrainRank", _Blind)
+    assert run.train("grpo.max_num_steps=3") == 2
+    said = capsys.readouterr().err
+    assert re.search(r"rank 0 step_000002-\w+, rank 1 none", said), said
+
+
+def test_a_step_that_all_ranks_refuse_leaves_the_steps_before_it_saved(new_run, capsys) -> None:
+    run = new_run("run", "grpo_tiny")
+    one_step_each = "policy.train_global_batch_size=16"
+    wild = ("policy.optimizer.lr=1e30", "policy.max_grad_norm=null", one_step_each, "checkpointing.save_period=100")
+    assert run.train(*wild) == 1
+    output = capsys.readouterr()
+    assert "the gradient norm is" in output.err
+    assert output.err.count("\n") == 1, output.err
+    assert run.at(1).manifest.step == 1
 
 
 class Strike:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headwater.checkpoint.reader import Checkpoint
 from headwater.cli.main import main
+from headwater.controller import loop
 from headwater.engines.torch.offload import Parking
 from headwater.errors import HeadwaterError
 from headwater.metrics.sinks import read_jsonl
@@ -233,6 +235,29 @@ def test_an_optimizer_that_leaves_for_generation_trains_as_one_that_stays(
     assert leaves.train(*options, "policy.offload_policy_before_refit=true") == 0
     assert moved == ["optimizer state"] * 4  # before each step's generation, and after the last step
     assert main(["ckpt", "diff", str(stay.at(3).folder), str(leaves.at(3).folder)]) == 0
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_save_while_the_optimizer_is_away_holds_it(run: Run, tmp_path: Path, monkeypatch, capsys, precision) -> None:
+    whole = Run(tmp_path / "whole")
+    options = (*SHORT, f"policy.precision={precision}", "ppo.policy_training_start_step=1", "ppo.max_num_steps=3")
+    away = ("policy.offload_policy_before_refit=true", "checkpointing.save_period=100")
+    assert whole.train(*options) == 0
+    real, calls = loop.score_groups, []
+
+    def score(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise HeadwaterError("no such answer")
+        return real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "score_groups", score)
+        assert run.train(*options, *away) == 1
+    assert run.at(2).manifest.step == 2
+    assert run.train(*options, *away) == 0
+    assert "at step 2" in capsys.readouterr().out
+    assert main(["ckpt", "diff", str(whole.at(3).folder), str(run.at(3).folder)]) == 0
 
 
 def test_models_that_take_turns_train_as_those_that_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,6 @@ from headwater.config.schema import Config, LossConfig
 from headwater.controller.build import build
 from headwater.controller.loop import sync, train_step
 from headwater.controller.runtime import Runtime
-from headwater.engines.torch.host_memory import keep_freed_memory
 from headwater.errors import UserError, require_extra
 from headwater.metrics import names
 from headwater.metrics.timer import StepTimer
@@ -75,7 +74,6 @@ def compare(recipe: str, overrides: Sequence[str], *, steps: int, warmup: int, c
     except ImportError as error:
         raise require_extra("bench", "trl") from error
 
-    keep_freed_memory()
     common = [
         *overrides,
         "checkpointing.enabled=false",
@@ -108,6 +106,7 @@ def _require_comparable(config: Config) -> None:
     total = config.algorithm.completions_per_step
     unlike = [
         (config.policy.train_global_batch_size != total, "policy.train_global_batch_size must be the whole step"),
+        (config.cluster.launcher != "inline", "cluster.launcher must be inline"),
         (config.loss_fn != LossConfig(), "loss_fn must be the default"),
         (bool(config.policy.generation.stop_strings), "policy.generation.stop_strings must be empty"),
         (config.policy.optimizer.weight_decay != 0, "policy.optimizer.weight_decay must be 0"),

@@ -65,6 +65,7 @@ class CheckpointManager:
         if ranks.world > 1:
             _check_for_many(config, ranks.world)
         self._is_first = ranks.rank == 0
+        self._world = ranks.world
         self.root = Path(config.checkpoint_dir).expanduser()
         self._news = News()
         self._errors: list[HeadwaterError] = []
@@ -259,7 +260,7 @@ class CheckpointManager:
             small_files: dict[str, bytes] = {}
             if self._is_first:
                 small_files |= {TRAINER_NAME: trainer_json(trainer_state), "config.yaml": config_yaml.encode()}
-            self.require_space(_bytes_needed(chunks, small_files))
+            self.require_space(_bytes_needed(chunks, small_files) * self._world)  # ranks' parts are about as large
             if self._native is not None and self._is_first:
                 small_files |= self._tokenizer_files.of(tokenizer)
             order = SaveOrder(

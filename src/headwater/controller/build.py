@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from headwater.controller.state import TrainerState, restore_rng, seed_everythin
 from headwater.data.datasets import load_problems
 from headwater.data.prompts import PromptCursor
 from headwater.data.types import Prompt, SamplingParams
-from headwater.errors import UserError
+from headwater.errors import HeadwaterError, UserError
 from headwater.metrics import names
 from headwater.metrics.progress import Progress
 from headwater.metrics.sinks import open_sinks
@@ -28,7 +29,7 @@ from headwater.rollout.env import build_environment
 from headwater.rollout.rollout import PromptStream
 from headwater.rollout.tolerance import TolerantEnvironment
 from headwater.workers.generate import TrainerGenerator
-from headwater.workers.group import WorkerError, WorkerGroup, launch
+from headwater.workers.group import WorkerGroup, launch
 from headwater.workers.train_rank import TrainJob, TrainRank, TrainStart, tokenizer_of
 
 
@@ -44,12 +45,13 @@ def build(loaded: LoadedConfig, console: Console | None = None) -> Iterator[Runt
         torch.set_num_threads(config.cluster.num_threads)
     seed_everything(config.algorithm.seed)
     with ExitStack() as closing:
-        environment = TolerantEnvironment(build_environment(config.env), config.env.tolerated_failures)
-        prompts, validation = _prompts(config, tokenizer_of(config))
         cluster = closing.enter_context(launch(config.cluster))
         job = TrainJob(config, loaded.resolved_yaml, run_id=uuid.uuid4().hex, session=uuid.uuid4().hex)
         ranks = cluster.start("trainer", TrainRank, job)
-        closing.callback(_close, ranks)
+        closing.push(_Closing(ranks).end)
+        tokenizer = tokenizer_of(config)
+        environment = TolerantEnvironment(build_environment(config.env), config.env.tolerated_failures)
+        prompts, validation = _prompts(config, tokenizer)
         start = ranks.call(TrainRank.start)[0]
         state = TrainerState(
             dataset=prompts.source.fingerprint,
@@ -83,10 +85,17 @@ def build(loaded: LoadedConfig, console: Console | None = None) -> Iterator[Runt
         )
 
 
-def _close(ranks: WorkerGroup[TrainRank]) -> None:
-    """Where a rank has failed there is nothing to wait for, and the run ends with that failure."""
-    with suppress(WorkerError):
-        ranks.call(TrainRank.close)
+@dataclass(frozen=True)
+class _Closing:
+    ranks: WorkerGroup[TrainRank]
+
+    def end(self, kind: type[BaseException] | None, *_: Any) -> None:
+        """Wait for what is being written. Where the run has failed, that is its reason, and not what follows of it."""
+        try:
+            self.ranks.call(TrainRank.close)
+        except HeadwaterError:
+            if kind is None:
+                raise
 
 
 def _prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[PromptStream, list[Prompt]]:
@@ -129,7 +138,7 @@ def _resume(folder: Path, saved: dict[str, Any], fresh: TrainerState, ranks: Wor
         "value": (state.value_base_model, fresh.value_base_model),
     }
     for group, (then, now) in base_models.items():
-        if then and now and then != now:
+        if then and now and then != now:  # one without a value model is told when its components are loaded
             raise UserError(
                 f"{folder} was trained from other weights than {group}.model_name holds at "
                 f"{group}.precision: restore both or choose a new checkpointing.checkpoint_dir"

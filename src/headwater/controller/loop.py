@@ -13,6 +13,7 @@ saved stands at a step's boundary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -27,8 +28,10 @@ from headwater.metrics.timer import StepTimer
 from headwater.rollout.rollout import score_groups, summarize, validate
 from headwater.workers.group import WorkerError
 from headwater.workers.train import train_sequences, with_advantages
-from headwater.workers.train_rank import TrainRank
+from headwater.workers.train_rank import Refused, TrainRank
 from headwater.workers.value import estimate_advantages
+
+T = TypeVar("T")
 
 
 def run_rl(run: Runtime, stop: StopRequest) -> None:
@@ -127,7 +130,7 @@ def _train_value(run: Runtime, sequences: Sequence[TrainSequence], epochs: int) 
     assert run.config.value is not None
     stats: list[dict[str, Stat]] = []
     for batch in _batches(sequences, run.config.value.train_global_batch_size, epochs):
-        result, step = run.call(TrainRank.train_value, batch)
+        result, step = _accepted(run.call(TrainRank.train_value, batch))
         run.state.value_optim_steps += 1
         own = {names.TRAIN_CRITIC_GRAD_NORM: step.grad_norm, names.TRAIN_CRITIC_LR: step.lr}
         stats += [result.stats, {tag: Stat.mean(value, 1) for tag, value in own.items()}]
@@ -138,7 +141,7 @@ def _train(run: Runtime, sequences: Sequence[TrainSequence], epochs: int) -> dic
     """One optimizer step for each global batch with anything to train on; without any, the weights stay as they are."""
     stats: list[dict[str, Stat]] = []
     for batch in _batches(sequences, run.config.policy.train_global_batch_size, epochs):
-        trained = run.call(TrainRank.train_policy, batch)
+        trained = _accepted(run.call(TrainRank.train_policy, batch))
         if trained is None:
             continue
         result, step = trained
@@ -148,6 +151,13 @@ def _train(run: Runtime, sequences: Sequence[TrainSequence], epochs: int) -> dic
     if stats:
         run.state.weight_version += 1
     return reduce(merge(stats)) | {names.TRAIN_OPTIM_STEPS: float(run.state.optim_steps)}
+
+
+def _accepted(answer: T | Refused) -> T:
+    """Raises HeadwaterError for a step that all ranks refused."""
+    if isinstance(answer, Refused):
+        raise HeadwaterError(answer.why)
+    return answer
 
 
 def _batches(sequences: Sequence[TrainSequence], size: int, epochs: int) -> Iterator[Sequence[TrainSequence]]:

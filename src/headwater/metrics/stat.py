@@ -8,7 +8,12 @@ from typing import Literal, NamedTuple
 
 from headwater.metrics import names
 
-_ADDED = {names.CHECKPOINT_BYTES, names.CHECKPOINT_CHUNKS_ADVANCED, names.CHECKPOINT_CHUNKS_REPEATED}
+_ADDED = {
+    names.CHECKPOINT_BYTES,
+    names.CHECKPOINT_CHUNKS_ADVANCED,
+    names.CHECKPOINT_CHUNKS_REPEATED,
+    names.CHECKPOINT_WRITER_RESTARTS,
+}
 
 
 class Stat(NamedTuple):
@@ -61,7 +66,7 @@ def reduce(stats: Mapping[str, Stat]) -> dict[str, float]:
 
 
 def all_ranks(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """One number a tag from those of each rank: amounts of a checkpoint are added, of all else the largest counts."""
+    """One number a tag from those of each rank: what each counts for itself is added, else the largest is taken."""
     tags = dict.fromkeys(tag for of_rank in metrics for tag in of_rank)
     return {tag: (sum if tag in _ADDED else max)(of_rank[tag] for of_rank in metrics if tag in of_rank) for tag in tags}
 

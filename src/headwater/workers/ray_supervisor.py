@@ -216,6 +216,8 @@ def _raised(member: Member, raised: Raised, what: str) -> Fault:
         error: HeadwaterError = UserError(raised.message)
     elif raised.exit_code == BlockedError.exit_code:
         error = BlockedError(raised.message)
+    elif raised.exit_code is not None:
+        error = _worker_error(member, f"failed in {what}: {raised.message}")
     else:
         text = f"raised {raised.kind} in {what}: {raised.message}\n{raised.traceback.rstrip()}"
         error = _worker_error(member, text)

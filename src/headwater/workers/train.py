@@ -38,7 +38,7 @@ def train_sequences(groups: Sequence[Group]) -> list[TrainSequence]:
 def with_advantages(sequences: Sequence[TrainSequence], advantages: torch.Tensor) -> list[TrainSequence]:
     """Sequences in the order of `train_sequences`, with one advantage a completion: [N, G] fp32."""
     return [
-        replace(sequence, advantages=advantage.expand(len(sequence.completion_ids)))
+        replace(sequence, advantages=advantage.repeat(len(sequence.completion_ids)))
         for sequence, advantage in zip(sequences, advantages.flatten(), strict=True)
     ]
 

@@ -27,7 +27,7 @@ from headwater.engines.torch.engine import TorchEngine
 from headwater.engines.torch.host_memory import keep_freed_memory
 from headwater.engines.torch.sharding import gathered
 from headwater.engines.torch.value import TorchValueEngine
-from headwater.errors import BlockedError, UserError
+from headwater.errors import BlockedError, HeadwaterError, UserError
 from headwater.metrics import names
 from headwater.models.resolve import load_tokenizer, model_identity, resolve
 from headwater.workers.train import PolicyWorker
@@ -63,45 +63,58 @@ class TrainStart:
     trainer_state: dict[str, Any] | None
 
 
-class TrainRank:
-    """Made by all ranks together, and each method is called on all ranks together.
+@dataclass(frozen=True)
+class Refused:
+    """An optimizer step that every rank refused alike, with nothing changed, so that the run can still be saved."""
 
-    Raises UserError for a model or folder that does not fit the configuration, or a newest checkpoint that is corrupt
-    or of another model, BlockedError where torch sees no such device.
+    why: str
+
+
+class TrainRank:
+    """Made by all ranks together, and each method is called on all ranks together; `start` first.
+
+    Making it takes the checkpoints' folder. Raises UserError where that is in use or cannot be written, or its newest
+    checkpoint is corrupt or of another model, BlockedError where torch sees no such device.
     """
 
     def __init__(self, job: TrainJob, *, rank: int, world: int) -> None:
         config = job.config
-        self._config_yaml = job.config_yaml
+        self._config, self._config_yaml = config, job.config_yaml
         self._answers = rank == 0
-        self._checkpoints: CheckpointManager | None = None
+        self._device = _device(config)
+        self._saves: CheckpointManager | None = None
         self._checkpoint: Checkpoint | None = None
-        keep_freed_memory()
-        device = _device(config)
-        model_path = _model_path(config.policy)
-        tokenizer = tokenizer_of(config)
-        self._save_tokenizer = tokenizer.save_pretrained
+        _require_native_generation(config)
+        self._model_path = _model_path(config.policy)
+        if not config.checkpointing.enabled:
+            return
+        ranks, identity = Ranks(rank, world, job.session), model_identity(self._model_path)
+        self._saves = CheckpointManager(config.checkpointing, job.run_id, identity, ranks)
         try:
-            if config.checkpointing.enabled:
-                ranks, identity = Ranks(rank, world, job.session), model_identity(model_path)
-                self._checkpoints = CheckpointManager(config.checkpointing, job.run_id, identity, ranks)
-                if world > 1:
-                    dist.barrier()  # rank 0 has locked the folder: the newest checkpoint is the same to all
-                self._checkpoint = self._checkpoints.latest()
-            self._engines, self.policy, self.value = _models(config, model_path, device)
-            if self._checkpoints is not None:
-                sizes = {name: engine.checkpoint_bytes for name, engine in self._engines.items()}
-                self._checkpoints.require_space(sum(sizes.values()))
-                self._checkpoints.prepare(sizes, device.type == "cuda", self._save_tokenizer)
+            if world > 1:
+                dist.barrier()  # rank 0 has locked the folder: no run commits in it any more
+            self._checkpoint = self._saves.latest()
+            _require_the_same(self._checkpoint, world)
         except BaseException:
             self.close()
             raise
-        model = self._engines["policy"].model
-        self._generator = NativeGenerator(model, tokenizer, config.policy.generation.max_batch_size)
-        self._device = model.device
 
     def start(self) -> TrainStart:
-        """What the run begins with. Call it before anything is loaded or trained."""
+        """Load the models, and say what the run begins with.
+
+        Raises UserError for a model that does not fit the configuration, or a disk without room for a checkpoint.
+        """
+        config = self._config
+        keep_freed_memory()
+        tokenizer = tokenizer_of(config)
+        self._save_tokenizer = tokenizer.save_pretrained
+        self._engines, self.policy, self._value = _models(config, self._model_path, self._device)
+        policy = self._engines["policy"]
+        self._generator = NativeGenerator(policy.model, tokenizer, config.policy.generation.max_batch_size)
+        if self._saves is not None:
+            sizes = {name: engine.checkpoint_bytes for name, engine in self._engines.items()}
+            self._saves.require_space(round(policy.layout.add(float(sum(sizes.values())), self._device)))
+            self._saves.prepare(sizes, self._device.type == "cuda", self._save_tokenizer)
         checkpoint = self._checkpoint
         return TrainStart(
             base_models={name: _weights_digest(engine) for name, engine in self._engines.items()},
@@ -111,6 +124,17 @@ class TrainRank:
             trainer_state=checkpoint.trainer_state() if checkpoint is not None else None,
         )
 
+    @property
+    def value(self) -> ValueWorker:
+        """The value model, which PPO has."""
+        assert self._value is not None, "only PPO has a value model"
+        return self._value
+
+    @property
+    def _checkpoints(self) -> CheckpointManager:
+        assert self._saves is not None, "checkpointing.enabled is false"
+        return self._saves
+
     def load(self, optim_steps: Mapping[str, int], metric_history: Mapping[str, float]) -> None:
         """Go on from the newest checkpoint. optim_steps: taken until then, by component.
 
@@ -118,7 +142,6 @@ class TrainRank:
         """
         checkpoint = self._checkpoint
         assert checkpoint is not None
-        assert self._checkpoints is not None
         if checkpoint.components() != sorted(self._engines):
             raise UserError(
                 f"{checkpoint.folder} holds {' and '.join(checkpoint.components())}, this run trains "
@@ -153,31 +176,26 @@ class TrainRank:
 
     def values(self, sequences: Sequence[TrainSequence]) -> list[torch.Tensor]:
         """See ValueWorker."""
-        assert self.value is not None
-        return self.value.values(sequences)
+        values = self.value.values(sequences)
+        return values if self._answers else []
 
     def value_turn(self) -> None:
         """The value model has the device from now on, and the policy waits on the host."""
-        assert self.value is not None
         self.policy.engine.offload()
         self.value.engine.onload()
 
     def policy_turn(self) -> None:
         """The policy has the device from now on, and the value model waits on the host."""
-        assert self.value is not None
         self.value.engine.offload()
         self.policy.engine.onload()
 
-    def train_value(self, batch: Sequence[TrainSequence]) -> tuple[ForwardBackward, OptimStep]:
+    def train_value(self, batch: Sequence[TrainSequence]) -> tuple[ForwardBackward, OptimStep] | Refused:
         """One optimizer step of the value model on a global batch."""
-        assert self.value is not None
-        return self.value.forward_backward(batch), self.value.optim_step()
+        return _step(self.value, batch)
 
-    def train_policy(self, batch: Sequence[TrainSequence]) -> tuple[ForwardBackward, OptimStep] | None:
+    def train_policy(self, batch: Sequence[TrainSequence]) -> tuple[ForwardBackward, OptimStep] | Refused | None:
         """One optimizer step of the policy on a global batch; None, and no step, where nothing of it is trained on."""
-        if not self.policy.is_worth_a_step(batch):
-            return None
-        return self.policy.forward_backward(batch), self.policy.optim_step()
+        return _step(self.policy, batch) if self.policy.is_worth_a_step(batch) else None
 
     def offload_for_generation(self) -> dict[str, float]:
         """Move what generation does not need to the host, until `score`; metrics of what the device holds then."""
@@ -193,7 +211,6 @@ class TrainRank:
 
     def save(self, step: int, trainer_state: Mapping[str, Any], weight_version: int, *, may_skip: bool) -> None:
         """Begin a checkpoint of all models, of which this rank writes its part; see CheckpointManager."""
-        assert self._checkpoints is not None
         self._checkpoints.save(
             step=step,
             components={name: engine.state_chunks() for name, engine in self._engines.items()},
@@ -207,34 +224,29 @@ class TrainRank:
 
     def take_news(self) -> News:
         """What became of saves since the last call, and what they cost this rank."""
-        assert self._checkpoints is not None
         news = self._checkpoints.take_news()
         news.metrics[names.CHECKPOINT_FENCE_WAIT_S] = sum(e.fence.take_waited_s() for e in self._engines.values())
         return news
 
     def pending_saves(self) -> int:
         """Saves that are neither committed nor failed."""
-        assert self._checkpoints is not None
         return self._checkpoints.pending
 
     def wait_committed(self) -> None:
         """Return when every save so far is committed; see CheckpointManager."""
-        assert self._checkpoints is not None
         self._checkpoints.wait_committed()
 
     def record_metric(self, step: int, value: float) -> None:
         """How good a step is, for retention."""
-        assert self._checkpoints is not None
         self._checkpoints.record_metric(step, value)
 
     def metric_history(self) -> dict[str, float]:
         """See CheckpointManager."""
-        assert self._checkpoints is not None
         return self._checkpoints.metric_history
 
     def has_checkpoint(self) -> bool:
         """Whether there is one to resume from."""
-        return self._checkpoints is not None and self._checkpoints.latest() is not None
+        return self._saves is not None and self._saves.latest() is not None
 
     def device_memory(self) -> dict[str, float]:
         """Metrics of the CUDA device's memory; none on a CPU."""
@@ -247,8 +259,8 @@ class TrainRank:
 
     def close(self) -> None:
         """Wait for what is being written, and let another run use the folder."""
-        if self._checkpoints is not None:
-            self._checkpoints.close()
+        if self._saves is not None:
+            self._saves.close()
 
 
 def tokenizer_of(config: Config) -> PreTrainedTokenizerBase:
@@ -260,6 +272,38 @@ def tokenizer_of(config: Config) -> PreTrainedTokenizerBase:
 
 def _model_path(config: EngineConfig) -> Path:
     return resolve(config.model_name, trust_remote_code=config.trust_remote_code)
+
+
+def _step(
+    worker: PolicyWorker | ValueWorker, batch: Sequence[TrainSequence]
+) -> tuple[ForwardBackward, OptimStep] | Refused:
+    result = worker.forward_backward(batch)
+    try:
+        return result, worker.optim_step()
+    except HeadwaterError as error:  # of the gradient norm, which is that of all ranks
+        return Refused(str(error))
+
+
+def _require_native_generation(config: Config) -> None:
+    if config.policy.torch_cfg.sequence_parallel:
+        raise UserError(
+            "policy.torch_cfg.sequence_parallel: policy.generation.backend=native decodes one token at a time, which "
+            "cannot be cut by position; set it to false (value.torch_cfg.sequence_parallel may stay)"
+        )
+
+
+def _require_the_same(checkpoint: Checkpoint | None, world: int) -> None:
+    """Raises UserError where ranks found different checkpoints, as a network's cached listing of a folder may show."""
+    if world == 1:
+        return
+    found: list[str | None] = [None] * world
+    dist.all_gather_object(found, checkpoint.folder.name if checkpoint is not None else None)
+    if len(set(found)) > 1:
+        seen = ", ".join(f"rank {rank} {name or 'none'}" for rank, name in enumerate(found))
+        raise UserError(
+            f"ranks do not see the same newest checkpoint ({seen}): checkpointing.checkpoint_dir must be a folder that "
+            "all nodes share; if it is, start again once its listing is up to date on all"
+        )
 
 
 def _device(config: Config) -> torch.device:
@@ -275,11 +319,6 @@ def _models(
     config: Config, model_path: Path, device: torch.device
 ) -> tuple[dict[str, TorchEngine], PolicyWorker, ValueWorker | None]:
     """The engines whose state a checkpoint holds, by component, and the workers that use them."""
-    if config.policy.torch_cfg.sequence_parallel:
-        raise UserError(
-            "policy.torch_cfg.sequence_parallel: policy.generation.backend=native decodes one token at a time, which "
-            "cannot be cut by position; set it to false (value.torch_cfg.sequence_parallel may stay)"
-        )
     turns = config.ppo is not None and config.ppo.models_take_turns
     # Where the host is the device, storage moves for the one who asks for it, and not for the reference policy.
     moves = turns or config.policy.offload_optimizer_for_logprob or config.policy.offload_policy_before_refit
@@ -323,5 +362,5 @@ def _reference(config: Config, model_path: Path, device: torch.device) -> TorchE
 
 def _weights_digest(engine: TorchEngine) -> str:
     """One digest over all weights, in the order of their names."""
-    parts = [f"{name} {digest(tensor):016x}" for name, tensor in sorted(engine.export_weights())]
+    parts = sorted(f"{name} {digest(tensor):016x}" for name, tensor in engine.export_weights())  # one tensor at a time
     return f"{digest_bytes(' '.join(parts).encode()):016x}"

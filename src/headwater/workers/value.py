@@ -35,7 +35,8 @@ def estimate_advantages(
         advantages_T = whiten(advantages_T)
     lengths = lengths_B.tolist()
     parts = zip(sequences, values, advantages_T.split(lengths), returns_T.split(lengths), strict=True)
-    return [replace(s, values=v, advantages=a, returns=r) for s, v, a, r in parts], explained
+    # Of their own memory: what is sent to another process goes with all that its memory holds.
+    return [replace(s, values=v, advantages=a.clone(), returns=r.clone()) for s, v, a, r in parts], explained
 
 
 def _kl(sequences: Sequence[TrainSequence]) -> torch.Tensor:

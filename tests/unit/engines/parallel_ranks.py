@@ -30,7 +30,7 @@ from headwater.config.schema import CheckpointingConfig
 from headwater.data.types import Problem, Prompt, SamplingParams, TrainSequence
 from headwater.engines.generate.native import NativeGenerator
 from headwater.engines.torch.engine import TorchEngine
-from headwater.engines.torch.sharding import local
+from headwater.engines.torch.sharding import gathered, local
 from headwater.engines.torch.value import TorchValueEngine
 from headwater.errors import UserError
 from headwater.metrics.stat import reduce
@@ -185,8 +185,10 @@ class Job:
         sequences = self.rollout(engine, kind)
         halves = [self.train(engine, sequences, 2)]
         move_storage(engine)
+        answers = shared_generation(engine) if kind == "tiny" and SP not in overrides else None
         halves.append(self.train(engine, sequences, STEPS - 2))
         outcome: dict[str, Any] = {key: [*halves[0][key], *halves[1][key]] for key in halves[0]}
+        outcome["answers"] = answers
         # A batch in which most ranks have nothing; then scored between gradient and step, as nothing else would see.
         worker = self.worker(engine)
         one = [replace(sequences[0], prev_logprobs=None)]
@@ -299,6 +301,20 @@ def generated(engine: TorchEngine) -> list[list[int]]:
     asked = [Prompt(draw, problem, tuple(text)) for draw, text in enumerate((b"a", b"bcd"))]
     groups = generator.generate(asked, 2, SamplingParams(max_new_tokens=6, seed=3))
     return [list(completion.token_ids) for group in groups for completion in group]
+
+
+def shared_generation(engine: TorchEngine) -> list[list[list[int]]]:
+    """Tokens for one prompt, then for five of unequal lengths, shared out: some ranks have none, none waits."""
+    generator = NativeGenerator(engine.model, load_tokenizer(resolve("builtin:tiny")), max_batch_size=2)
+    problem = Problem(0, [{"role": "user", "content": ""}])
+    asked = [Prompt(draw, problem, tuple(b"abcdefg"[: draw + 1])) for draw in range(5)]
+    told = []
+    for prompts in (asked[:1], asked):
+        with gathered(engine.model):
+            own = generator.generate(engine.layout.share(prompts), 1, SamplingParams(max_new_tokens=6, seed=3))
+        groups = [group for of_rank in engine.layout.gather(own) for group in of_rank]
+        told.append([list(completion.token_ids) for group in groups for completion in group])
+    return told
 
 
 def weights(engine: TorchEngine) -> dict[str, torch.Tensor]:

@@ -210,6 +210,14 @@ def test_saved_boxes_cover_each_tensor_once_over_all_ranks(scenario: str, fast: 
     assert covered == {name: torch.Size(shape).numel() for name, shape in shapes.items()}
 
 
+@pytest.mark.parametrize("scenario", ["fsdp2", "tp2", "fsdp2-tp2"])
+def test_ranks_share_the_prompts_and_need_not_run_in_step(scenario: str, fast: Outcomes) -> None:
+    (expected,) = fast.every("inline")
+    assert [len(tokens) for tokens in expected["answers"]] == [1, 5]
+    for of_rank in fast.every(scenario):
+        assert of_rank["answers"] == expected["answers"]
+
+
 @pytest.mark.parametrize("layout", ["fsdp2", "tp2-sp", "fsdp2-tp2"])
 def test_a_value_model_over_ranks_trains_like_one_process(layout: str, fast: Outcomes) -> None:
     (expected,) = fast.every("value-inline")

@@ -110,7 +110,7 @@ class TorchEngine:
         for part, is_own in self._microbatches(sequences, self._config.logprob_batch_size):
             values = self._forward(part).cpu()
             if is_own:
-                own += values.split([len(sequence.completion_ids) for sequence in part])
+                own += [one.clone() for one in values.split([len(sequence.completion_ids) for sequence in part])]
         return [values for of_rank in self._layout.gather(own) for values in of_rank]
 
     def forward_backward(
@@ -156,6 +156,7 @@ class TorchEngine:
         if self._layout.world > 1:
             self._move_shards(torch.device("cpu"))
             self._shards_offloaded = True
+            self._give_memory_back()
         elif self._moves:
             passed = self.fence.wait()
             if self._fp32_head is not None:
@@ -169,12 +170,16 @@ class TorchEngine:
             if self.optimizer is not None:
                 self.optimizer.move(torch.device("cpu"))
                 self._optimizer_shards_offloaded = True
+                self._give_memory_back()
         elif self._moves:
             self._park_optimizer(self.fence.wait())
 
     def _park_optimizer(self, passed: Sequence[Staged]) -> None:
         if self.optimizer is not None:
             self._parked_optimizer.park(self.optimizer.tensors(), passed, self.optimizer.master_gradients())
+        self._give_memory_back()
+
+    def _give_memory_back(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 

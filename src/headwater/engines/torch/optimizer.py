@@ -185,10 +185,10 @@ class MasterAdamW:
         """Move masters, gradients and moments; parameters that are their own masters have moved with the model."""
         self._share_storage()
         for name, master in self._masters.items():
-            if master is not self._params[name]:
+            if self._has_own_storage(name):
                 master.data = master.data.to(device)
-                if master.grad is not None:
-                    master.grad.data = master.grad.data.to(device)
+            if master is not self._params[name] and master.grad is not None:
+                master.grad = master.grad.to(device)
             state = self._adam.state.get(master, {})
             for key in state:
                 state[key] = state[key].to(device)
