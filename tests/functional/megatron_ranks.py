@@ -187,9 +187,9 @@ def main(root: Path, rank: int) -> None:
     import torch.distributed as dist
 
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    import megatron_cpu
+    from headwater.engines.megatron import cpu
 
-    megatron_cpu.enable()
+    cpu.enable()
     timeout = timedelta(seconds=120)
     dist.init_process_group("gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=2, timeout=timeout)
     for name, options in SCENES.items():

@@ -100,6 +100,43 @@ class TorchConfig(Strict):
         return self
 
 
+class MegatronConfig(Strict):
+    """Training by megatron-core in place of the torch backend; needs the extra `megatron`."""
+
+    enabled: bool = False
+    """Train with megatron-core."""
+    converter_type: str | None = None
+    """Family of the bridge between Hugging Face's parameters and Megatron's; null goes by the model's configuration."""
+    tensor_model_parallel_size: PositiveInt = 1
+    """Ranks that share each matrix."""
+    pipeline_model_parallel_size: PositiveInt = 1
+    """Ranks that share the layers."""
+    virtual_pipeline_model_parallel_size: Annotated[int, Field(ge=2)] | None = None
+    """Groups of layers on each pipeline rank (interleaved schedule); null is one, in the 1F1B schedule."""
+    context_parallel_size: PositiveInt = 1
+    """Ranks that share the positions of each row."""
+    sequence_parallel: bool = False
+    """Cut norms and residuals by position over the tensor-parallel ranks; needs tensor_model_parallel_size above 1."""
+    expert_model_parallel_size: PositiveInt = 1
+    """Ranks that share the experts."""
+    expert_tensor_parallel_size: PositiveInt | None = None
+    """Ranks that share each matrix of an expert; null is tensor_model_parallel_size."""
+    use_distributed_optimizer: bool = True
+    """Share out fp32 master weights and moments over the data-parallel ranks."""
+
+    @model_validator(mode="after")
+    def _parts_need_ranks(self) -> MegatronConfig:
+        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
+            raise ValueError("sequence_parallel needs tensor_model_parallel_size above 1")
+        if self.virtual_pipeline_model_parallel_size and self.pipeline_model_parallel_size == 1:
+            raise ValueError("virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size above 1")
+        fields = MegatronConfig.model_fields
+        changed = [key for key, field in fields.items() if key != "enabled" and getattr(self, key) != field.default]
+        if changed and not self.enabled:
+            raise ValueError(f"{', '.join(changed)} is read only with enabled=true")
+        return self
+
+
 class GenerationConfig(Strict):
     backend: Literal["native"] = "native"
     """native: the trainer's own module generates."""
@@ -140,6 +177,7 @@ class EngineConfig(Strict):
     scheduler: SchedulerConfig = SchedulerConfig()
     sequence_packing: SequencePackingConfig = SequencePackingConfig()
     torch_cfg: TorchConfig = TorchConfig()
+    megatron_cfg: MegatronConfig = MegatronConfig()
 
 
 class PolicyConfig(EngineConfig):

@@ -9,7 +9,7 @@ block or more; blocks do not see each other. An unpacked batch is the same with 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -89,6 +89,22 @@ def pack(sequences: Sequence[TrainSequence], *, max_tokens_per_row: int | None, 
             "predictor_rows": torch.cat([torch.full_like(columns, row) for row, columns in ordered]),
             "predictor_columns": torch.cat([columns for _, columns in ordered]),
         }
+    )
+
+
+def padded(batch: PackedBatch, rows: int, length: int) -> PackedBatch:
+    """The same batch with more rows and longer ones, which hold padding."""
+    more = (0, length - batch.input_ids.shape[1], 0, rows - batch.input_ids.shape[0])
+
+    def grown(tensor: torch.Tensor, value: int = 0) -> torch.Tensor:
+        return torch.nn.functional.pad(tensor, more, value=value)
+
+    return replace(
+        batch,
+        input_ids=grown(batch.input_ids),
+        position_ids=grown(batch.position_ids),
+        block_ids=grown(batch.block_ids, _PADDING),
+        segment_ids=grown(batch.segment_ids),
     )
 
 

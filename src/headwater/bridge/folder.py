@@ -1,0 +1,70 @@
+"""Boxes of tensors in the safetensors files of a Hugging Face folder; nothing else of them is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from headwater.bridge.pieces import Piece
+from headwater.errors import UserError
+
+
+class WeightFolder:
+    """Raises UserError where the folder has no safetensors files."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        index = path / "model.safetensors.index.json"
+        if index.exists():
+            files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        elif (path / "model.safetensors").exists():
+            with safe_open(path / "model.safetensors", "pt") as file:
+                files = dict.fromkeys(file.keys(), "model.safetensors")
+        else:
+            raise UserError(f"{path} has no model.safetensors: the bridge to Megatron reads safetensors alone")
+        self._files = files
+
+    @property
+    def names(self) -> list[str]:
+        """Of the tensors."""
+        return list(self._files)
+
+    @contextmanager
+    def opened(self) -> Iterator[OpenFolder]:
+        """To read boxes from."""
+        files: dict[str, Any] = {}
+        try:
+            yield OpenFolder(self._path, self._files, files)
+        finally:
+            for file in files.values():
+                file.__exit__(None, None, None)
+
+
+class OpenFolder:
+    """The files that were needed so far are open."""
+
+    def __init__(self, path: Path, files: dict[str, str], opened: dict[str, Any]) -> None:
+        self._path = path
+        self._files = files
+        self._opened = opened
+
+    def box(self, piece: Piece) -> torch.Tensor:
+        """The piece's box. Raises UserError where the tensor has another shape than the piece says."""
+        file = self._opened.get(self._files[piece.name])
+        if file is None:
+            name = self._files[piece.name]
+            file = self._opened[name] = safe_open(self._path / name, "pt").__enter__()
+        stored = file.get_slice(piece.name)
+        if tuple(stored.get_shape()) != piece.global_shape:
+            raise UserError(
+                f"{self._path}: {piece.name} has the shape {tuple(stored.get_shape())}, the model's configuration "
+                f"says {piece.global_shape}"
+            )
+        index = tuple(slice(begin, begin + size) for begin, size in zip(piece.offset, piece.shape, strict=True))
+        return stored[index]

@@ -1,0 +1,69 @@
+"""Weights and optimizer state of a Megatron model as boxes of Hugging Face's tensors, in place.
+
+What a rank of the distributed optimizer holds of a parameter is a range of its elements, row by row. A range within a
+piece is at most three boxes: the end of a row, whole rows, the beginning of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from headwater.bridge.pieces import Piece
+from headwater.checkpoint.chunk import Chunk
+from headwater.engines.megatron.model import MappedParameter, MegatronModel
+from headwater.engines.megatron.optimizer import MegatronAdam
+from headwater.engines.torch.optimizer import STATE_PREFIX
+
+
+def weight_chunks(model: MegatronModel, *, copies: bool) -> Iterator[Chunk]:
+    """copies: also those that another rank saves."""
+    for mapped in model.parameters():
+        for piece in mapped.pieces:
+            if copies or (mapped.owned and piece.saved):
+                rows = mapped.parameter.detach()[piece.rows]
+                yield Chunk(piece.name, rows.view(piece.shape), piece.global_shape, piece.offset)
+
+
+def optimizer_chunks(model: MegatronModel, optimizer: MegatronAdam, *, copies: bool) -> Iterator[Chunk]:
+    """Masters (`param`, where the model is not fp32), moments and steps. copies: also those that another rank saves."""
+    for mapped in model.parameters():
+        begin, end, states = optimizer.shard(mapped.parameter)
+        for piece in mapped.pieces:
+            saved = piece.saved and not mapped.tied_copy and (optimizer.is_distributed or mapped.owned)
+            if not (saved or copies):
+                continue
+            for key, values in states.items():
+                if key != "step":
+                    yield from _boxes(f"{STATE_PREFIX}{key}.{piece.name}", values, mapped, piece, begin, end)
+                elif copies or (begin <= _first(mapped, piece) < end and not any(piece.offset)):
+                    yield Chunk.whole(f"{STATE_PREFIX}step.{piece.name}", values)
+
+
+def _first(mapped: MappedParameter, piece: Piece) -> int:
+    """Where the piece begins among the parameter's elements."""
+    return piece.row * (mapped.parameter[0].numel() if mapped.parameter.dim() > 1 else 1)
+
+
+def _boxes(
+    name: str, values: torch.Tensor, mapped: MappedParameter, piece: Piece, begin: int, end: int
+) -> Iterator[Chunk]:
+    """Of elements `begin` to `end` of the parameter, which are `values`, those that are of the piece."""
+    flat, first = values.detach().view(-1), _first(mapped, piece)
+    last = first + piece.shape[0] * (piece.shape[1] if len(piece.shape) > 1 else 1)
+    low, high = max(begin, first), min(end, last)
+    if low >= high:
+        return
+    if len(piece.shape) == 1:
+        yield Chunk(name, flat[low - begin : high - begin], piece.global_shape, (piece.offset[0] + low - first,))
+        return
+    width, at = piece.shape[1], low
+    while at < high:
+        row, column = divmod(at - first, width)
+        whole_rows = (high - at) // width if column == 0 else 0
+        shape = (whole_rows, width) if whole_rows else (1, min(width - column, high - at))
+        count = shape[0] * shape[1]
+        offset = (piece.offset[0] + row, piece.offset[1] + column)
+        yield Chunk(name, flat[at - begin : at - begin + count].view(shape), piece.global_shape, offset)
+        at += count

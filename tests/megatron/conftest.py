@@ -1,0 +1,6 @@
+"""The scripts that ranks run are importable here."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

@@ -1,0 +1,135 @@
+"""The same training by megatron-core at every layout, and by the torch backend: on CPUs, over gloo.
+
+Losses within 1e-6 and gradient norms within 1e-5 of themselves in fp32, as for the torch backend's own layouts. Each
+family is compared with transformers, which the torch backend runs, not only with itself: a map that is merely
+invertible would not do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_ranks import LAYOUTS, fits
+from families import FAMILIES
+
+from headwater.checkpoint.diff import diff
+from headwater.checkpoint.reader import Checkpoint
+
+pytest.importorskip("megatron.core", reason="needs the extra megatron, which make test-slow installs")
+pytestmark = pytest.mark.slow
+RANKS = 4
+SCENARIOS = [
+    (model, layout) for layouts in LAYOUTS.values() for layout in layouts for model in FAMILIES if fits(model, layout)
+]
+
+
+class Outcomes:
+    """What four ranks saw: of[rank][scenario]."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.of: list[dict[str, Any]] = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
+
+    def every(self, scenario: str) -> list[dict[str, Any]]:
+        """Of each rank that took part."""
+        return [of_rank[scenario] for of_rank in self.of if scenario in of_rank]
+
+    def checkpoint(self, name: str) -> Checkpoint:
+        (folder,) = (self.folder / name).glob("step_*")
+        return Checkpoint.open_to_load(folder)
+
+
+@pytest.fixture(scope="session")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    folder = tmp_path_factory.mktemp("megatron")
+    script = Path(__file__).with_name("engine_ranks.py")
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(RANKS):
+            with open(folder / f"log-{rank}", "wb") as log:
+                command = [sys.executable, str(script), str(folder), str(rank)]
+                ranks.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
+        while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
+            time.sleep(0.05)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    logs = [(folder / f"log-{rank}").read_text()[-3000:] for rank in range(RANKS)]
+    assert not any(rank.returncode for rank in ranks), "\n".join(logs)
+    return Outcomes(folder)
+
+
+def ranks_of(layout: str) -> int:
+    return next(world for world, layouts in LAYOUTS.items() if layout in layouts)
+
+
+@pytest.mark.parametrize(("model", "layout"), SCENARIOS)
+def test_five_steps_are_those_of_transformers(model: str, layout: str, outcomes: Outcomes) -> None:
+    (expected,) = outcomes.every(f"{model} torch")
+    found = outcomes.every(f"{model} {layout}")
+    assert len(found) == ranks_of(layout)
+    for of_rank in found:
+        assert of_rank["first"] == pytest.approx(expected["first"], abs=1e-5)
+        assert of_rank["losses"] == pytest.approx(expected["losses"], abs=1e-6)
+        assert of_rank["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+        assert of_rank["losses of one"] == pytest.approx(expected["losses of one"], abs=1e-6)
+        assert of_rank["norms of one"] == pytest.approx(expected["norms of one"], rel=1e-4)
+        assert of_rank["last"] == pytest.approx(expected["last"], abs=1e-4)
+        assert of_rank["parameters"] == expected["parameters"]
+    assert max(abs(a - b) for a, b in zip(expected["first"], expected["last"], strict=True)) > 0.001, "nothing trained"
+
+
+@pytest.mark.parametrize(("model", "layout"), SCENARIOS)
+def test_the_round_trip_to_hugging_face_is_exact(model: str, layout: str, outcomes: Outcomes) -> None:
+    assert all(of_rank["exact"] for of_rank in outcomes.every(f"{model} {layout}"))
+
+
+def test_the_interleaved_pipeline_trains_alike(outcomes: Outcomes) -> None:
+    (expected,) = outcomes.every("tiny torch")
+    found = outcomes.every("tiny pp2-vpp2")
+    assert len(found) == 2
+    for of_rank in found:
+        assert of_rank["losses"] == pytest.approx(expected["losses"], abs=1e-6)
+        assert of_rank["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["tp2-sp", "pp2", "cp2"])
+def test_a_value_model_trains_alike(layout: str, outcomes: Outcomes) -> None:
+    (expected,) = outcomes.every("value torch")
+    found = outcomes.every(f"value {layout}")
+    assert len(found) == 2
+    for of_rank in found:
+        assert of_rank["losses"] == pytest.approx(expected["losses"], abs=1e-6)
+        assert of_rank["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+        assert of_rank["last"] == pytest.approx(expected["last"], abs=1e-5)
+    assert expected["losses"][-1] < expected["losses"][0] * 0.99, "nothing was learnt"
+
+
+@pytest.mark.parametrize("layout", ["one", "tp2", "dp2", "torch"])
+def test_a_checkpoint_of_tp2_pp2_resumes_elsewhere(layout: str, outcomes: Outcomes) -> None:
+    found = diff(outcomes.checkpoint("saved"), outcomes.checkpoint(f"again-{layout}"))
+    assert found.identical
+    assert sum(component.compared for component in found.components) > 100
+    expected = outcomes.every("save")[0]
+    assert min(expected["norms"]) > 0.01
+    for of_rank in outcomes.every(f"load {layout}"):
+        assert of_rank["losses"] == pytest.approx(expected["losses"], abs=1e-6)
+        assert of_rank["norms"] == pytest.approx(expected["norms"], rel=1e-4)
+
+
+def test_a_checkpoint_in_bf16_resumes_elsewhere_with_its_masters(outcomes: Outcomes) -> None:
+    saved = outcomes.checkpoint("saved-bf16")
+    assert any(chunk.name.startswith("optimizer.state.param.") for chunk in saved.manifest.chunks)
+    assert diff(saved, outcomes.checkpoint("again-bf16-dp2")).identical
+    expected = outcomes.every("save bf16")[0]
+    for of_rank in outcomes.every("load bf16 dp2"):
+        assert of_rank["losses"] == pytest.approx(expected["losses"], abs=2e-3)
