@@ -22,6 +22,7 @@ from families import FAMILIES, MOE, make_model
 from parallel_ranks import rollout
 from safetensors.torch import load_file
 
+from headwater.checkpoint.digest import digest
 from headwater.checkpoint.manager import CheckpointManager
 from headwater.checkpoint.ranks import Ranks
 from headwater.checkpoint.reader import Checkpoint
@@ -79,7 +80,9 @@ class Job:
         self._torch = torch_backend
         self._layout: dict[str, Any] | None = None
 
-    def engine(self, model: str, layout: dict[str, Any], *overrides: str, group: str = "policy") -> Any:
+    def engine(
+        self, model: str, layout: dict[str, Any], *overrides: str, group: str = "policy", moves_on_host: bool = False
+    ) -> Any:
         from headwater.engines.megatron import engine as megatron
         from headwater.engines.megatron import model as megatron_model
         from headwater.engines.torch.engine import TorchEngine
@@ -105,7 +108,7 @@ class Job:
         if self._layout != layout:  # groups of ranks are made once for all models of a layout
             megatron_model.forget_parallel_sizes()
             self._layout = layout
-        return kinds[group][not self._torch](chosen, path, torch.device("cpu"))
+        return kinds[group][not self._torch](chosen, path, torch.device("cpu"), moves_on_host=moves_on_host)
 
     def train(self, engine: TrainEngine, sequences: Sequence[TrainSequence], steps: int = STEPS) -> dict[str, Any]:
         worker = PolicyWorker(engine, None, load_config("grpo_tiny").config.loss_fn, skip_without_signal=False)
@@ -151,6 +154,21 @@ class Job:
             norms.append(worker.optim_step().grad_norm)
         return {"losses": losses, "norms": norms, "last": torch.cat(engine.values(sequences)).tolist()}
 
+    def moved(self, layout: dict[str, Any], *overrides: str) -> dict[str, Any]:
+        """A run whose state leaves and comes back after each step: losses, and whether it is saved alike meanwhile."""
+        engine = self.engine("tiny", layout, SLOWLY, *overrides, moves_on_host=True)
+        sequences = self.rollout(engine, "tiny")
+        outcome: dict[str, Any] = {"losses": [], "same": [], "emptied": []}
+        for step in range(4):
+            outcome["losses"] += self.train(engine, sequences, 1)["losses"]
+            before = digests(engine)
+            (engine.offload if step % 2 else engine.offload_optimizer)()
+            outcome["emptied"].append(engine._optimizer_state.occupied and engine._weights.occupied == bool(step % 2))
+            outcome["same"].append(before == digests(engine))
+            engine.onload()
+            outcome["same"].append(before == digests(engine))
+        return outcome
+
     def save(self, engine: TrainEngine, root: Path) -> None:
         config = CheckpointingConfig(checkpoint_dir=str(root))
         ranks = Ranks(self.rank, self.world, str(root)) if self.world > 1 else Ranks.alone()
@@ -179,6 +197,10 @@ class Job:
         return self.train(engine, sequences)
 
 
+def digests(engine: TrainEngine) -> dict[str, int]:
+    return {f"{chunk.name} {chunk.offset}": digest(chunk.tensor) for chunk in engine.state_chunks()}
+
+
 def run(job: Job, outcome: dict[str, Any]) -> None:
     for layout, sizes in LAYOUTS[job.world].items():
         for model in FAMILIES:
@@ -189,6 +211,8 @@ def run(job: Job, outcome: dict[str, Any]) -> None:
         outcome["save bf16"] = job.save_and_go_on("saved-bf16", {**TP, **PP}, "precision=bfloat16")
     if job.world == 2:
         outcome["tiny pp2-vpp2"] = job.scenario("tiny", VPP)
+        outcome["moved tp2"] = job.moved(TP)
+        outcome["moved dp2 bf16"] = job.moved({}, "precision=bfloat16")
         outcome["value tp2-sp"] = job.value_scenario(SP)
         outcome["value pp2"] = job.value_scenario(PP)
         outcome["value cp2"] = job.value_scenario(CP)

@@ -133,3 +133,15 @@ def test_a_checkpoint_in_bf16_resumes_elsewhere_with_its_masters(outcomes: Outco
     expected = outcomes.every("save bf16")[0]
     for of_rank in outcomes.every("load bf16 dp2"):
         assert of_rank["losses"] == pytest.approx(expected["losses"], abs=2e-3)
+
+
+@pytest.mark.parametrize("scenario", ["moved tp2", "moved dp2 bf16"])
+def test_state_that_leaves_and_comes_back_is_saved_and_trained_as_if_it_had_stayed(
+    scenario: str, outcomes: Outcomes
+) -> None:
+    found = outcomes.every(scenario)
+    assert len(found) == 2
+    for of_rank in found:
+        assert all(of_rank["emptied"])
+        assert of_rank["same"] == [True] * 8
+        assert len(set(of_rank["losses"])) == 4, "nothing trained"

@@ -6,10 +6,11 @@ arguments. What all ranks work out alike, rank 0 answers with.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,17 +22,31 @@ from headwater.checkpoint.ranks import Ranks
 from headwater.checkpoint.reader import Checkpoint
 from headwater.config.schema import Config, EngineConfig, ValueConfig
 from headwater.data.types import Completion, Prompt, SamplingParams, TrainSequence
-from headwater.engines.base import ForwardBackward, OptimStep
-from headwater.engines.generate.native import NativeGenerator
-from headwater.engines.torch.engine import TorchEngine
+from headwater.engines.base import ForwardBackward, GenerateEngine, OptimStep, TrainEngine
+from headwater.engines.generate.trainers import CopiedWeights, SharedWeights
+from headwater.engines.torch.engine import DTYPES, TorchEngine
 from headwater.engines.torch.host_memory import keep_freed_memory
-from headwater.engines.torch.sharding import gathered
 from headwater.engines.torch.value import TorchValueEngine
-from headwater.errors import BlockedError, HeadwaterError, UserError
+from headwater.errors import BlockedError, HeadwaterError, UserError, require_extra
 from headwater.metrics import names
 from headwater.models.resolve import load_tokenizer, model_identity, resolve
 from headwater.workers.train import PolicyWorker
 from headwater.workers.value import ValueWorker
+
+
+class Engine(TrainEngine, Protocol):
+    """What a run needs of its engines besides."""
+
+    optimizer: Any
+
+    @property
+    def vocabulary(self) -> int: ...
+
+    @property
+    def num_trainable_parameters(self) -> int: ...
+
+    @property
+    def checkpoint_bytes(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -109,11 +124,10 @@ class TrainRank:
         tokenizer = tokenizer_of(config)
         self._save_tokenizer = tokenizer.save_pretrained
         self._engines, self.policy, self._value = _models(config, self._model_path, self._device)
-        policy = self._engines["policy"]
-        self._generator = NativeGenerator(policy.model, tokenizer, config.policy.generation.max_batch_size)
+        self._generator = _generator(config, self._engines["policy"], self._model_path, self._device, tokenizer)
         if self._saves is not None:
             sizes = {name: engine.checkpoint_bytes for name, engine in self._engines.items()}
-            self._saves.require_space(round(policy.layout.add(float(sum(sizes.values())), self._device)))
+            self._saves.require_space(_sum_over_ranks(sum(sizes.values())))
             self._saves.prepare(sizes, self._device.type == "cuda", self._save_tokenizer)
         checkpoint = self._checkpoint
         return TrainStart(
@@ -156,12 +170,9 @@ class TrainRank:
     def generate(
         self, prompts: Sequence[Prompt], num_samples: int, params: SamplingParams
     ) -> list[tuple[Completion, ...]]:
-        """See GenerateEngine. Each data rank answers its share of the prompts."""
-        engine = self._engines["policy"]
-        with gathered(engine.model):
-            own = self._generator.generate(engine.layout.share(prompts), num_samples, params)
-        of_ranks = engine.layout.gather(own)
-        return [completions for answers in of_ranks for completions in answers] if self._answers else []
+        """See GenerateEngine."""
+        completions = self._generator.generate(prompts, num_samples, params)
+        return completions if self._answers else []
 
     def receive_weights(self, version: int) -> None:
         """See GenerateEngine."""
@@ -284,6 +295,24 @@ def _step(
         return Refused(str(error))
 
 
+def _generator(
+    config: Config, policy: Engine, model_path: Path, device: torch.device, tokenizer: PreTrainedTokenizerBase
+) -> GenerateEngine:
+    max_batch_size = config.policy.generation.max_batch_size
+    if isinstance(policy, TorchEngine):
+        return SharedWeights(policy, tokenizer, max_batch_size)
+    dtype, trust = DTYPES[config.policy.precision], config.policy.trust_remote_code
+    return CopiedWeights(policy, model_path, dtype, device, tokenizer, max_batch_size, trust_remote_code=trust)
+
+
+def _sum_over_ranks(count: int) -> int:
+    if not dist.is_initialized():
+        return count
+    counts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(counts, count)
+    return sum(counts)
+
+
 def _require_native_generation(config: Config) -> None:
     if config.policy.torch_cfg.sequence_parallel:
         raise UserError(
@@ -315,19 +344,34 @@ def _device(config: Config) -> torch.device:
     return torch.device("cuda", 0) if use_cuda else torch.device("cpu")
 
 
+def _engine_kind(config: EngineConfig, device: torch.device, *, values: bool) -> Callable[..., Any]:
+    """The backend's engine of a policy or a value model. Raises BlockedError where its package is missing."""
+    if not config.megatron_cfg.enabled:
+        return TorchValueEngine if values else TorchEngine
+    if find_spec("megatron") is None or find_spec("megatron.core") is None:
+        raise require_extra("megatron", "megatron-core")
+    if device.type == "cpu":
+        from headwater.engines.megatron import cpu
+
+        cpu.enable()
+    from headwater.engines.megatron.engine import MegatronEngine, MegatronValueEngine
+
+    return MegatronValueEngine if values else MegatronEngine
+
+
 def _models(
     config: Config, model_path: Path, device: torch.device
-) -> tuple[dict[str, TorchEngine], PolicyWorker, ValueWorker | None]:
+) -> tuple[dict[str, Engine], PolicyWorker, ValueWorker | None]:
     """The engines whose state a checkpoint holds, by component, and the workers that use them."""
     turns = config.ppo is not None and config.ppo.models_take_turns
     # Where the host is the device, storage moves for the one who asks for it, and not for the reference policy.
     moves = turns or config.policy.offload_optimizer_for_logprob or config.policy.offload_policy_before_refit
-    policy = TorchEngine(config.policy, model_path, device, moves_on_host=moves)
+    kind = _engine_kind(config.policy, device, values=False)
+    policy: Engine = kind(config.policy, model_path, device, moves_on_host=moves)
     engines, value = {"policy": policy}, None
     if config.value is not None:
-        engines["value"] = critic = TorchValueEngine(
-            config.value, _model_path(config.value), device, moves_on_host=turns
-        )
+        kind = _engine_kind(config.value, device, values=True)
+        engines["value"] = critic = kind(config.value, _model_path(config.value), device, moves_on_host=turns)
         _require_same_tokens(config.value, policy, critic)
         value = ValueWorker(critic, config.value.clip_range)
     worker = PolicyWorker(
@@ -340,27 +384,26 @@ def _models(
     return engines, worker, value
 
 
-def _require_same_tokens(config: ValueConfig, policy: TorchEngine, value: TorchEngine) -> None:
+def _require_same_tokens(config: ValueConfig, policy: Engine, value: Engine) -> None:
     """Both read the same token ids. Raises UserError where their numbers differ."""
-    own, other = (engine.model.get_input_embeddings().num_embeddings for engine in (policy, value))
-    if own != other:
+    if policy.vocabulary != value.vocabulary:
         raise UserError(
-            f"value.model_name={config.model_name} knows {other} tokens and the policy {own}: "
+            f"value.model_name={config.model_name} knows {value.vocabulary} tokens and the policy {policy.vocabulary}: "
             "choose a value model with the policy's tokenizer"
         )
 
 
-def _reference(config: Config, model_path: Path, device: torch.device) -> TorchEngine | None:
+def _reference(config: Config, model_path: Path, device: torch.device) -> Engine | None:
     """The frozen reference policy: the model that the run began with, also after a resume."""
     in_reward = config.ppo.kl_penalty_in_reward if config.ppo is not None else 0
     if config.loss_fn.reference_policy_kl_penalty == 0 and in_reward == 0:
         return None
-    reference = TorchEngine(config.policy, model_path, device, trainable=False)
+    reference = _engine_kind(config.policy, device, values=False)(config.policy, model_path, device, trainable=False)
     reference.offload()
     return reference
 
 
-def _weights_digest(engine: TorchEngine) -> str:
+def _weights_digest(engine: Engine) -> str:
     """One digest over all weights, in the order of their names."""
     parts = sorted(f"{name} {digest(tensor):016x}" for name, tensor in engine.export_weights())  # one tensor at a time
     return f"{digest_bytes(' '.join(parts).encode()):016x}"

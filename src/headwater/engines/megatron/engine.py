@@ -23,15 +23,16 @@ from headwater.data.packing import PackedBatch, pack, padded
 from headwater.data.types import TrainSequence
 from headwater.engines.base import ForwardBackward, LossFn, OptimStep
 from headwater.engines.megatron.microbatches import Microbatch, cut
-from headwater.engines.megatron.model import build, folder_config, initialize
+from headwater.engines.megatron.model import build, check_sizes, folder_config, initialize
+from headwater.engines.megatron.offload import StorageParking
 from headwater.engines.megatron.optimizer import MegatronAdam
 from headwater.engines.megatron.state import optimizer_chunks, weight_chunks
 from headwater.engines.megatron.weights import Exporter, load_weights
+from headwater.engines.torch.engine import DTYPES, OFFLOADED
 from headwater.engines.torch.logprobs import VocabShard, selected_logprobs
 from headwater.engines.torch.optimizer import STATE_PREFIX
+from headwater.errors import HeadwaterError
 from headwater.metrics.stat import Stat, merge
-
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class MegatronEngine:
@@ -44,17 +45,26 @@ class MegatronEngine:
     group = "policy"
     _gives_values = False
 
-    def __init__(self, config: EngineConfig, model_path: Path, device: torch.device, *, trainable: bool = True) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_path: Path,
+        device: torch.device,
+        *,
+        trainable: bool = True,
+        moves_on_host: bool = False,
+    ) -> None:
         self._config = config
         self._device = device
+        self._moves = moves_on_host or device.type != "cpu"
+        self._weights, self._optimizer_state = StorageParking("weights"), StorageParking("optimizer state")
         self.fence = Fence()
         megatron = config.megatron_cfg
-        initialize(megatron)
         hf_config = folder_config(model_path, config.trust_remote_code)
         self.family = find_family(hf_config, megatron.converter_type)
-        self.model = build(
-            self.family, hf_config, megatron, _DTYPES[config.precision], group=self.group, values=self._gives_values
-        )
+        check_sizes(self.family.dims(hf_config), hf_config, megatron, self.group)
+        initialize(megatron)
+        self.model = build(self.family, hf_config, megatron, DTYPES[config.precision], values=self._gives_values)
         for chunk in self.model.chunks:
             chunk.to(device)
             _sample_head_alone(chunk)
@@ -74,6 +84,22 @@ class MegatronEngine:
             self.optimizer = MegatronAdam(self.model, self._chunks, config, self.group)
             for chunk in self._chunks:
                 chunk.zero_grad_buffer()
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that the model knows."""
+        return self.model.dims.vocabulary
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """What this rank's tensors of a checkpoint take, the moments included that the first step makes."""
+        total = sum(chunk.tensor.nbytes for chunk in weight_chunks(self.model, self._weights.view, copies=False))
+        for mapped in self.model.parameters() if self.optimizer is not None else ():
+            assert self.optimizer is not None
+            begin, end, _ = self.optimizer.shard(mapped.parameter)
+            if not mapped.tied_copy and (self.optimizer.is_distributed or mapped.owned):
+                total += (end - begin) * (8 if mapped.parameter.dtype == torch.float32 else 12)
+        return total
 
     @property
     def num_trainable_parameters(self) -> int:
@@ -112,6 +138,7 @@ class MegatronEngine:
 
     def optim_step(self) -> OptimStep:
         assert self.optimizer is not None, "a frozen engine does not step"
+        self._require_onloaded()
         self.fence.wait()
         finalize_model_grads(self._chunks)
         norm, lr = self.optimizer.step()
@@ -119,30 +146,72 @@ class MegatronEngine:
             chunk.zero_grad_buffer()
         return OptimStep(norm, lr)
 
+    def offload(self) -> None:
+        if not self._moves:
+            return
+        self.fence.wait()
+        self._park_optimizer()
+        gradients = [buffer.grad_data for chunk in self._chunks for buffer in _buffers(chunk)]
+        self._weights.park([*(m.parameter for m in self.model.parameters()), *gradients])
+        self._give_memory_back()
+
+    def offload_optimizer(self) -> None:
+        if self._moves:
+            self.fence.wait()
+            self._park_optimizer()
+            self._give_memory_back()
+
+    def onload(self) -> None:
+        if self._weights.occupied or self._optimizer_state.occupied:
+            self.fence.wait()
+            self._weights.bring_back()
+            self._optimizer_state.bring_back()
+
+    def _park_optimizer(self) -> None:
+        """What is no view of the weights."""
+        if self.optimizer is not None:
+            own = {m.parameter.untyped_storage()._cdata for m in self.model.parameters()}
+            self._optimizer_state.park(t for t in self.optimizer.tensors() if t.untyped_storage()._cdata not in own)
+
+    def _give_memory_back(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _require_weights(self) -> None:
+        if self._weights.occupied:
+            raise HeadwaterError(OFFLOADED)
+
+    def _require_onloaded(self) -> None:
+        self._require_weights()
+        if self._optimizer_state.occupied:
+            raise HeadwaterError(OFFLOADED)
+
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self._exporter.weights()
 
     def state_chunks(self) -> Iterator[Chunk]:
-        yield from weight_chunks(self.model, copies=False)
+        yield from weight_chunks(self.model, self._weights.view, copies=False)
         if self.optimizer is not None:
-            yield from optimizer_chunks(self.model, self.optimizer, copies=False)
+            yield from optimizer_chunks(self.model, self.optimizer, self._optimizer_state.view, copies=False)
 
     def load_chunks(self, reader: ComponentReader) -> None:
+        self._require_onloaded()
         self.fence.wait()
         stored = set(reader.names())
         if self.optimizer is not None:
             for mapped in self.model.parameters():
                 names = {f"{STATE_PREFIX}exp_avg.{piece.name}" for piece in mapped.pieces}
                 self.optimizer.prepare_state(mapped.parameter, bool(names & stored))
-        chunks = list(weight_chunks(self.model, copies=True))
+        chunks = list(weight_chunks(self.model, self._weights.view, copies=True))
         if self.optimizer is not None:
-            chunks += optimizer_chunks(self.model, self.optimizer, copies=True)
+            chunks += optimizer_chunks(self.model, self.optimizer, self._optimizer_state.view, copies=True)
         with torch.no_grad():
             for chunk in chunks:
                 reader.read_into(chunk)
 
     def _run(self, sequences: Sequence[TrainSequence], size: int, loss_of: Any, *, forward_only: bool) -> None:
         """One pass of Megatron's schedule. loss_of: called on the last pipeline stage, for a rank's own sequences."""
+        self._require_weights()
         stages = parallel_state.get_pipeline_model_parallel_world_size() if len(self._chunks) > 1 else 1
         microbatches = cut(sequences, size, parallel_state.get_data_parallel_rank(), self._data_size, stages)
         batches = self._packed(microbatches)
@@ -294,6 +363,14 @@ def _sample_head_alone(chunk: Any) -> None:
         return (hidden[columns, rows][:, None], *args[1:])
 
     chunk.output_layer.register_forward_pre_hook(pick)
+
+
+def _buffers(chunk: Any) -> list[Any]:
+    """Megatron's flat buffers; a frozen model has none."""
+    if not isinstance(chunk, DistributedDataParallel):
+        return []
+    wrapped: Any = chunk
+    return [*wrapped.buffers, *wrapped.expert_parallel_buffers]
 
 
 def _numel(shape: Sequence[int]) -> int:

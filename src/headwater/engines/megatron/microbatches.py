@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from headwater.data.types import TrainSequence
+from headwater.engines.torch.parallel import share
 
 
 @dataclass(frozen=True)
@@ -19,9 +20,7 @@ class Microbatch:
 
 def cut(sequences: Sequence[TrainSequence], size: int, rank: int, ranks: int, multiple_of: int = 1) -> list[Microbatch]:
     """A rank's contiguous share, at most `size` sequences a pass; all ranks have as many passes."""
-    each, more = divmod(len(sequences), ranks)
-    begin = each * rank + min(rank, more)
-    own = sequences[begin : begin + each + (rank < more)]
-    passes = ceil(ceil((each + (more > 0)) / size) / multiple_of) * multiple_of
+    own = share(sequences, rank, ranks)
+    passes = ceil(ceil(ceil(len(sequences) / ranks) / size) / multiple_of) * multiple_of
     found = [Microbatch(own[start : start + size], True) for start in range(0, len(own), size)]
     return found + [Microbatch(sequences[:1], False)] * (passes - len(found))

@@ -85,16 +85,15 @@ def global_name(chunk: Any, name: str, experts: int) -> str:
 
 
 def build(
-    family: Family, hf_config: Any, megatron: MegatronConfig, dtype: torch.dtype, *, group: str, values: bool = False
+    family: Family, hf_config: Any, megatron: MegatronConfig, dtype: torch.dtype, *, values: bool = False
 ) -> MegatronModel:
-    """Not initialized. hf_config: a transformers configuration. group: of the configuration, for messages.
+    """Not initialized. hf_config: a transformers configuration, for which `check_sizes` found nothing wrong.
 
     values: with a head of one output in place of the language model's.
 
-    Raises UserError for sizes that do not divide, or an embedding of positions that is not mapped.
+    Raises UserError for an embedding of positions that is not mapped.
     """
     dims = family.dims(hf_config)
-    check_sizes(dims, hf_config, megatron, group)
     config = transformer_config(family, hf_config, megatron, dtype)
     place = place_of_this_rank()
     virtual = megatron.virtual_pipeline_model_parallel_size

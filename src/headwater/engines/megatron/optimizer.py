@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -113,3 +113,11 @@ class MegatronAdam:
         main = getattr(parameter, "main_param", parameter)
         known = {id(other) for group in one.optimizer.param_groups for other in group["params"]}
         return (0, parameter.numel(), main) if id(main) in known else None
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Masters, moments and steps."""
+        for one in getattr(self._megatron, "chained_optimizers", [self._megatron]):
+            for group in one.optimizer.param_groups:
+                yield from group["params"]
+            for state in one.optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, torch.Tensor))

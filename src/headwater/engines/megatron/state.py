@@ -6,7 +6,8 @@ piece is at most three boxes: the end of a row, whole rows, the beginning of a r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -16,17 +17,19 @@ from headwater.engines.megatron.model import MappedParameter, MegatronModel
 from headwater.engines.megatron.optimizer import MegatronAdam
 from headwater.engines.torch.optimizer import STATE_PREFIX
 
+Where = Callable[[torch.Tensor], torch.Tensor]
 
-def weight_chunks(model: MegatronModel, *, copies: bool) -> Iterator[Chunk]:
-    """copies: also those that another rank saves."""
+
+def weight_chunks(model: MegatronModel, where: Where, *, copies: bool) -> Iterator[Chunk]:
+    """where: of a tensor that may be away. copies: also those that another rank saves."""
     for mapped in model.parameters():
         for piece in mapped.pieces:
             if copies or (mapped.owned and piece.saved):
-                rows = mapped.parameter.detach()[piece.rows]
+                rows = where(mapped.parameter.detach())[piece.rows]
                 yield Chunk(piece.name, rows.view(piece.shape), piece.global_shape, piece.offset)
 
 
-def optimizer_chunks(model: MegatronModel, optimizer: MegatronAdam, *, copies: bool) -> Iterator[Chunk]:
+def optimizer_chunks(model: MegatronModel, optimizer: MegatronAdam, where: Where, *, copies: bool) -> Iterator[Chunk]:
     """Masters (`param`, where the model is not fp32), moments and steps. copies: also those that another rank saves."""
     for mapped in model.parameters():
         begin, end, states = optimizer.shard(mapped.parameter)
@@ -36,21 +39,22 @@ def optimizer_chunks(model: MegatronModel, optimizer: MegatronAdam, *, copies: b
                 continue
             for key, values in states.items():
                 if key != "step":
-                    yield from _boxes(f"{STATE_PREFIX}{key}.{piece.name}", values, mapped, piece, begin, end)
+                    held = where(values.detach()).view(-1)
+                    yield from _boxes(f"{STATE_PREFIX}{key}.{piece.name}", held, mapped, piece, begin, end)
                 elif copies or (begin <= _first(mapped, piece) < end and not any(piece.offset)):
-                    yield Chunk.whole(f"{STATE_PREFIX}step.{piece.name}", values)
+                    yield Chunk.whole(f"{STATE_PREFIX}step.{piece.name}", where(values.detach()))
 
 
 def _first(mapped: MappedParameter, piece: Piece) -> int:
     """Where the piece begins among the parameter's elements."""
-    return piece.row * (mapped.parameter[0].numel() if mapped.parameter.dim() > 1 else 1)
+    return piece.row * math.prod(mapped.parameter.shape[1:])
 
 
 def _boxes(
-    name: str, values: torch.Tensor, mapped: MappedParameter, piece: Piece, begin: int, end: int
+    name: str, flat: torch.Tensor, mapped: MappedParameter, piece: Piece, begin: int, end: int
 ) -> Iterator[Chunk]:
-    """Of elements `begin` to `end` of the parameter, which are `values`, those that are of the piece."""
-    flat, first = values.detach().view(-1), _first(mapped, piece)
+    """Of elements `begin` to `end` of the parameter, which are `flat`, those that are of the piece."""
+    first = _first(mapped, piece)
     last = first + piece.shape[0] * (piece.shape[1] if len(piece.shape) > 1 else 1)
     low, high = max(begin, first), min(end, last)
     if low >= high:

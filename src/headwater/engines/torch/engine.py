@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -27,8 +28,8 @@ from headwater.errors import HeadwaterError, UserError
 from headwater.metrics.stat import Stat, merge
 from headwater.models.resolve import load_model, shorten
 
-_OFFLOADED = "the engine is offloaded: onload it before its state is used or written"
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+OFFLOADED = "the engine is offloaded: onload it before its state is used or written"
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class TorchEngine:
@@ -59,7 +60,7 @@ class TorchEngine:
         self.fence = Fence()
         self.model: PreTrainedModel = load_model(
             model_path,
-            dtype=_DTYPES[config.precision],
+            dtype=DTYPES[config.precision],
             attn_implementation=register_attention(),
             trust_remote_code=config.trust_remote_code,
         )
@@ -88,6 +89,12 @@ class TorchEngine:
     def num_trainable_parameters(self) -> int:
         """Count of the scalars that training changes."""
         return sum(param.numel() for param in self.model.parameters() if param.requires_grad)
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that the model knows."""
+        embeddings: Any = self.model.get_input_embeddings()
+        return embeddings.num_embeddings
 
     @property
     def layout(self) -> Layout:
@@ -205,12 +212,12 @@ class TorchEngine:
 
     def _require_weights(self) -> None:
         if self._parked_weights.occupied or self._shards_offloaded:
-            raise HeadwaterError(_OFFLOADED)
+            raise HeadwaterError(OFFLOADED)
 
     def _require_onloaded(self) -> None:
         self._require_weights()
         if self._parked_optimizer.occupied or self._optimizer_shards_offloaded:
-            raise HeadwaterError(_OFFLOADED)
+            raise HeadwaterError(OFFLOADED)
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._tensors():

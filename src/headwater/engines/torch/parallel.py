@@ -72,15 +72,11 @@ class Layout:
 
     def share(self, items: Sequence[T]) -> Sequence[T]:
         """This data rank's part of what every rank was given: contiguous, since neighbours share their prompt."""
-        return items[self._start(len(items), self.data_rank) : self._start(len(items), self.data_rank + 1)]
+        return share(items, self.data_rank, self.data_size)
 
     def largest_share(self, count: int) -> int:
         """The most items that any data rank has of `count`."""
         return -(-count // self.data_size)
-
-    def _start(self, count: int, data_rank: int) -> int:
-        each, more = divmod(count, self.data_size)
-        return each * data_rank + min(more, data_rank)
 
     def gather(self, value: T) -> list[T]:
         """The value of each data rank, in order. Tensor-parallel ranks of one data rank have the same."""
@@ -97,6 +93,13 @@ class Layout:
         total = torch.tensor(value, dtype=torch.float64, device=device)
         dist.all_reduce(total)
         return total.item()
+
+
+def share(items: Sequence[T], rank: int, ranks: int) -> Sequence[T]:
+    """One rank's part of what all ranks were given: contiguous, the first ranks have one more."""
+    each, more = divmod(len(items), ranks)
+    begin = each * rank + min(more, rank)
+    return items[begin : begin + each + (rank < more)]
 
 
 def put_together(tensor: torch.Tensor, group: Any = None) -> None:
