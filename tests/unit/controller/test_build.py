@@ -5,10 +5,10 @@ import torch
 
 from headwater.config.load import load_config
 from headwater.config.schema import TorchConfig
-from headwater.controller.build import _require_same_tokens
 from headwater.engines.torch.engine import TorchEngine
 from headwater.engines.torch.parallel import Layout
 from headwater.errors import UserError
+from headwater.workers.train_rank import _require_same_tokens
 
 
 def test_a_value_model_that_knows_other_tokens_is_one_line(make_engine: Callable[..., TorchEngine]):
