@@ -154,6 +154,28 @@ class Job:
             norms.append(worker.optim_step().grad_norm)
         return {"losses": losses, "norms": norms, "last": torch.cat(engine.values(sequences)).tolist()}
 
+    def masters(self, layout: dict[str, Any]) -> dict[str, Any]:
+        """Of a bf16 value model, whose head is fp32: how many boxes of master weights are not what its weights are."""
+        engine = self.engine("tiny", layout, "optimizer.lr=1e-4", "precision=bfloat16", group="value")
+        worker = ValueWorker(engine, 0.2)
+        sequences = [
+            replace(s, values=values, returns=torch.ones(len(values)))
+            for s, values in zip(rollout(259), engine.values(rollout(259)), strict=True)
+        ]
+        worker.forward_backward(sequences)
+        worker.optim_step()
+        weights = {name: tensor.clone() for name, tensor in engine.export_weights()}
+        boxes = wrong = 0
+        names = set()
+        for chunk in engine.state_chunks():
+            if chunk.name.startswith("optimizer.state.param."):
+                whole = weights[chunk.name.removeprefix("optimizer.state.param.")]
+                index = tuple(slice(b, b + n) for b, n in zip(chunk.offset, chunk.tensor.shape, strict=True))
+                boxes += 1
+                wrong += not torch.equal(chunk.tensor.to(whole.dtype), whole[index])
+                names.add(chunk.name)
+        return {"boxes": boxes, "wrong": wrong, "head": any("value_head" in name for name in names)}
+
     def moved(self, layout: dict[str, Any], *overrides: str) -> dict[str, Any]:
         """A run whose state leaves and comes back after each step: losses, and whether it is saved alike meanwhile."""
         engine = self.engine("tiny", layout, SLOWLY, *overrides, moves_on_host=True)
@@ -213,6 +235,8 @@ def run(job: Job, outcome: dict[str, Any]) -> None:
         outcome["tiny pp2-vpp2"] = job.scenario("tiny", VPP)
         outcome["moved tp2"] = job.moved(TP)
         outcome["moved dp2 bf16"] = job.moved({}, "precision=bfloat16")
+        outcome["masters dp2"] = job.masters({})
+        outcome["masters tp2"] = job.masters(TP)
         outcome["value tp2-sp"] = job.value_scenario(SP)
         outcome["value pp2"] = job.value_scenario(PP)
         outcome["value cp2"] = job.value_scenario(CP)

@@ -145,3 +145,13 @@ def test_state_that_leaves_and_comes_back_is_saved_and_trained_as_if_it_had_stay
         assert all(of_rank["emptied"])
         assert of_rank["same"] == [True] * 8
         assert len(set(of_rank["losses"])) == 4, "nothing trained"
+
+
+@pytest.mark.parametrize("layout", ["dp2", "tp2"])
+def test_masters_of_a_model_of_two_dtypes_are_saved_under_their_own_names(layout: str, outcomes: Outcomes) -> None:
+    found = outcomes.every(f"masters {layout}")
+    assert len(found) == 2
+    for of_rank in found:
+        assert of_rank["boxes"] > 20
+        assert of_rank["wrong"] == 0
+        assert not of_rank["head"]  # fp32 is its own master

@@ -104,15 +104,24 @@ class MegatronAdam:
 
     def _held(self, one: Any, parameter: torch.nn.Parameter) -> tuple[int, int, torch.Tensor] | None:
         """Range and master weight that one of Megatron's optimizers has of a parameter."""
-        if self.is_distributed:
-            place = one.model_param_group_index_map.get(parameter)
-            if place is None:
-                return None
-            held = one._get_model_param_range_map(parameter)["param"]
-            return held.start, held.end, one.optimizer.param_groups[place[0]]["params"][place[1]]
-        main = getattr(parameter, "main_param", parameter)
-        known = {id(other) for group in one.optimizer.param_groups for other in group["params"]}
-        return (0, parameter.numel(), main) if id(main) in known else None
+        if not self.is_distributed:
+            main = getattr(parameter, "main_param", parameter)
+            known = {id(other) for group in one.optimizer.param_groups for other in group["params"]}
+            return (0, parameter.numel(), main) if id(main) in known else None
+        if parameter not in one.model_param_group_index_map:
+            return None
+        held = one._get_model_param_range_map(parameter)["param"]
+        # Not by Megatron's index of the parameter in its group, which is wrong where a group has two dtypes.
+        pairs = (
+            (one.model_float16_groups, one.shard_fp32_from_float16_groups),
+            (one.model_fp32_groups, one.shard_fp32_groups),
+        )
+        for models, mains in pairs:
+            for of_models, of_mains in zip(models, mains, strict=True):
+                for model, main in zip(of_models, of_mains, strict=True):
+                    if model is parameter:
+                        return held.start, held.end, main
+        return None
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Masters, moments and steps."""
