@@ -46,6 +46,20 @@ class Run:
 
 
 @pytest.fixture
+def moved(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was moved to the host, in order."""
+    names: list[str] = []
+    real = Parking.park
+
+    def park(self: Parking, *args: object) -> int:
+        names.append(self._what)
+        return real(self, *args)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(Parking, "park", park)
+    return names
+
+
+@pytest.fixture
 def run(tmp_path: Path) -> Run:
     return Run(tmp_path / "run")
 
@@ -218,16 +232,8 @@ def test_another_value_model_than_the_checkpoints_is_refused(run: Run, capsys) -
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_an_optimizer_that_leaves_for_generation_trains_as_one_that_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
+    tmp_path: Path, moved: list[str], precision: str
 ) -> None:
-    moved: list[str] = []
-    real = Parking.park
-
-    def park(self: Parking, *args: object) -> int:
-        moved.append(self._what)
-        return real(self, *args)  # pyright: ignore[reportArgumentType]
-
-    monkeypatch.setattr(Parking, "park", park)
     options = (*SHORT, f"policy.precision={precision}", "ppo.max_num_steps=3", "ppo.policy_training_start_step=1")
     stay, leaves = Run(tmp_path / "stay"), Run(tmp_path / "leaves")
     assert stay.train(*options) == 0
@@ -260,16 +266,8 @@ def test_a_save_while_the_optimizer_is_away_holds_it(run: Run, tmp_path: Path, m
     assert main(["ckpt", "diff", str(whole.at(3).folder), str(run.at(3).folder)]) == 0
 
 
-def test_models_that_take_turns_train_as_those_that_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_that_take_turns_train_as_those_that_stay(tmp_path: Path, moved: list[str]) -> None:
     """Each leaves its memory for the other, and the optimizer leaves while log-probabilities are computed."""
-    moved: list[str] = []
-    real = Parking.park
-
-    def park(self: Parking, *args: object) -> int:
-        moved.append(self._what)
-        return real(self, *args)  # pyright: ignore[reportArgumentType]
-
-    monkeypatch.setattr(Parking, "park", park)
     options = (
         *SHORT,
         "ppo.ppo_epochs=2",

@@ -7,64 +7,26 @@ invertible would not do.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from engine_ranks import LAYOUTS, fits
 from families import FAMILIES
+from rank_outcomes import Outcomes, run_ranks
 
 from headwater.checkpoint.diff import diff
-from headwater.checkpoint.reader import Checkpoint
 
 pytest.importorskip("megatron.core", reason="needs the extra megatron, which make test-slow installs")
 pytestmark = pytest.mark.slow
-RANKS = 4
 SCENARIOS = [
     (model, layout) for layouts in LAYOUTS.values() for layout in layouts for model in FAMILIES if fits(model, layout)
 ]
 
 
-class Outcomes:
-    """What four ranks saw: of[rank][scenario]."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.of: list[dict[str, Any]] = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
-
-    def every(self, scenario: str) -> list[dict[str, Any]]:
-        """Of each rank that took part."""
-        return [of_rank[scenario] for of_rank in self.of if scenario in of_rank]
-
-    def checkpoint(self, name: str) -> Checkpoint:
-        (folder,) = (self.folder / name).glob("step_*")
-        return Checkpoint.open_to_load(folder)
-
-
 @pytest.fixture(scope="session")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     folder = tmp_path_factory.mktemp("megatron")
-    script = Path(__file__).with_name("engine_ranks.py")
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    ranks: list[subprocess.Popen[bytes]] = []
-    try:
-        for rank in range(RANKS):
-            with open(folder / f"log-{rank}", "wb") as log:
-                command = [sys.executable, str(script), str(folder), str(rank)]
-                ranks.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
-        while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
-            time.sleep(0.05)
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    logs = [(folder / f"log-{rank}").read_text()[-3000:] for rank in range(RANKS)]
-    assert not any(rank.returncode for rank in ranks), "\n".join(logs)
+    run_ranks(Path(__file__).with_name("engine_ranks.py"), folder)
     return Outcomes(folder)
 
 

@@ -9,27 +9,20 @@ norms are asked.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
+from rank_outcomes import Outcomes, run_ranks
 from safetensors.torch import load_file
 
 from headwater.checkpoint.diff import diff
-from headwater.checkpoint.reader import Checkpoint
 from headwater.config.load import load_config
 from headwater.data.packing import pack
 from headwater.engines.torch.parallel import Layout, check_model
 from headwater.errors import UserError
 
-RANKS = 4
 FAST = ["fsdp2", "tp2", "tp2-sp", "fsdp2-tp2", "qwen3-tp2", "qwen3-fsdp4"]
 SLOW = [
     "fsdp2-recompute",
@@ -44,16 +37,8 @@ SLOW = [
 SLOW_BF16 = ["tp2-sp-bf16", "fsdp2-tp2-sp-bf16"]
 
 
-class Outcomes:
-    """What four ranks saw: of[rank][scenario], and the weights that rank 0 wrote."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.of: list[dict[str, Any]] = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
-
-    def every(self, scenario: str) -> list[dict[str, Any]]:
-        """Of each rank that took part."""
-        return [of_rank[scenario] for of_rank in self.of if scenario in of_rank]
+class ParallelOutcomes(Outcomes):
+    """With the weights that rank 0 wrote."""
 
     def reference(self, scenario: str) -> str:
         model = f"{scenario.split('-')[0]}-" if scenario.startswith("qwen") else ""
@@ -65,38 +50,19 @@ class Outcomes:
         last = {name: tensor for name, tensor in tensors.items() if not name.startswith("first.")}
         return {name: tensors[f"first.{name}"] for name in last}, last
 
-    def checkpoint(self, name: str) -> Checkpoint:
-        (folder,) = (self.folder / name).glob("step_*")
-        return Checkpoint.open_to_load(folder)
 
-
-def start_ranks(folder: Path, which: str) -> Outcomes:
-    script = Path(__file__).with_name("parallel_ranks.py")
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ranks: list[subprocess.Popen[bytes]] = []
-    try:
-        for rank in range(RANKS):
-            with open(folder / f"log-{rank}", "wb") as log:
-                command = [sys.executable, str(script), str(folder), str(rank), which]
-                ranks.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
-        while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
-            time.sleep(0.05)
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    logs = [(folder / f"log-{rank}").read_text()[-3000:] for rank in range(RANKS)]
-    assert not any(rank.returncode for rank in ranks), "\n".join(logs)
-    return Outcomes(folder)
+def start_ranks(folder: Path, which: str) -> ParallelOutcomes:
+    run_ranks(Path(__file__).with_name("parallel_ranks.py"), folder, which)
+    return ParallelOutcomes(folder)
 
 
 @pytest.fixture(scope="session")
-def fast(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+def fast(tmp_path_factory: pytest.TempPathFactory) -> ParallelOutcomes:
     return start_ranks(tmp_path_factory.mktemp("parallel"), "fast")
 
 
 @pytest.fixture(scope="session")
-def slow(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+def slow(tmp_path_factory: pytest.TempPathFactory) -> ParallelOutcomes:
     return start_ranks(tmp_path_factory.mktemp("parallel-slow"), "slow")
 
 
@@ -109,7 +75,7 @@ def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> 
     return norm({name: tensor.double() - other[name].double() for name, tensor in one.items()})
 
 
-def assert_like_inline(outcomes: Outcomes, scenario: str) -> None:
+def assert_like_inline(outcomes: ParallelOutcomes, scenario: str) -> None:
     expected = outcomes.every(outcomes.reference(scenario))[0]
     found = outcomes.every(scenario)
     assert len(found) == (4 if "fsdp4" in scenario or "fsdp2-tp2" in scenario else 2)
@@ -131,7 +97,7 @@ def assert_like_inline(outcomes: Outcomes, scenario: str) -> None:
     assert difference(last, last_inline) < 1e-4 * moved
 
 
-def assert_like_inline_in_bf16(outcomes: Outcomes, scenario: str) -> None:
+def assert_like_inline_in_bf16(outcomes: ParallelOutcomes, scenario: str) -> None:
     expected = outcomes.every("inline-bf16")[0]
     for of_rank in outcomes.every(scenario):
         assert of_rank["losses"] == pytest.approx(expected["losses"], rel=0.02, abs=2e-3)
@@ -143,12 +109,12 @@ def assert_like_inline_in_bf16(outcomes: Outcomes, scenario: str) -> None:
 
 
 @pytest.mark.parametrize("scenario", FAST)
-def test_five_steps_over_ranks_are_those_of_one_process(scenario: str, fast: Outcomes) -> None:
+def test_five_steps_over_ranks_are_those_of_one_process(scenario: str, fast: ParallelOutcomes) -> None:
     assert_like_inline(fast, scenario)
 
 
 @pytest.mark.parametrize("scenario", ["fsdp2", "tp2", "fsdp2-tp2"])
-def test_the_trained_module_generates_the_same_on_every_rank(scenario: str, fast: Outcomes) -> None:
+def test_the_trained_module_generates_the_same_on_every_rank(scenario: str, fast: ParallelOutcomes) -> None:
     expected = fast.every("inline")[0]["tokens"]
     assert [len(tokens) for tokens in expected] == [6, 6, 6, 6]
     assert all(of_rank["tokens"] == expected for of_rank in fast.every(scenario))
@@ -156,11 +122,11 @@ def test_the_trained_module_generates_the_same_on_every_rank(scenario: str, fast
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scenario", SLOW)
-def test_five_steps_over_ranks_are_those_of_one_process_in_more_layouts(scenario: str, slow: Outcomes) -> None:
+def test_five_steps_over_ranks_are_those_of_one_process_in_more_layouts(scenario: str, slow: ParallelOutcomes) -> None:
     assert_like_inline(slow, scenario)
 
 
-def test_bf16_with_sharded_fp32_masters_trains_as_one_process_does(fast: Outcomes) -> None:
+def test_bf16_with_sharded_fp32_masters_trains_as_one_process_does(fast: ParallelOutcomes) -> None:
     assert_like_inline_in_bf16(fast, "fsdp2-bf16")
     masters = [box for of_rank in fast.every("fsdp2-bf16") for box in of_rank["saved"] if ".param." in box[0]]
     assert {name for name, *_ in masters} == {
@@ -168,14 +134,14 @@ def test_bf16_with_sharded_fp32_masters_trains_as_one_process_does(fast: Outcome
     }
 
 
-def test_no_copy_is_kept_of_a_head_that_is_gathered_for_each_pass(fast: Outcomes) -> None:
+def test_no_copy_is_kept_of_a_head_that_is_gathered_for_each_pass(fast: ParallelOutcomes) -> None:
     assert fast.every("inline-bf16")[0]["head copied"]
     assert [of_rank["head copied"] for of_rank in fast.every("fsdp2-bf16")] == [False, False]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scenario", SLOW_BF16)
-def test_bf16_trains_as_one_process_does_in_more_layouts(scenario: str, slow: Outcomes) -> None:
+def test_bf16_trains_as_one_process_does_in_more_layouts(scenario: str, slow: ParallelOutcomes) -> None:
     assert_like_inline_in_bf16(slow, scenario)
 
 
@@ -189,13 +155,13 @@ def test_bf16_trains_as_one_process_does_in_more_layouts(scenario: str, slow: Ou
         ("fsdp2-tp2", {"embed_tokens": [65, 128], "layers.0.self_attn.o_proj": [64, 64], "norm": [64]}),
     ],
 )
-def test_a_rank_holds_its_part_alone(scenario: str, shapes: dict[str, list[int]], fast: Outcomes) -> None:
+def test_a_rank_holds_its_part_alone(scenario: str, shapes: dict[str, list[int]], fast: ParallelOutcomes) -> None:
     found = fast.every(scenario)[0]["shapes"]
     assert {name: found[f"model.{name}.weight"] for name in shapes} == shapes
 
 
 @pytest.mark.parametrize("scenario", [*FAST, "fsdp2-bf16"])
-def test_saved_boxes_cover_each_tensor_once_over_all_ranks(scenario: str, fast: Outcomes) -> None:
+def test_saved_boxes_cover_each_tensor_once_over_all_ranks(scenario: str, fast: ParallelOutcomes) -> None:
     covered: dict[str, int] = {}
     shapes: dict[str, list[int]] = {}
     for of_rank in fast.every(scenario):
@@ -211,7 +177,7 @@ def test_saved_boxes_cover_each_tensor_once_over_all_ranks(scenario: str, fast: 
 
 
 @pytest.mark.parametrize("scenario", ["fsdp2", "tp2", "fsdp2-tp2"])
-def test_ranks_share_the_prompts_and_need_not_run_in_step(scenario: str, fast: Outcomes) -> None:
+def test_ranks_share_the_prompts_and_need_not_run_in_step(scenario: str, fast: ParallelOutcomes) -> None:
     (expected,) = fast.every("inline")
     assert [len(tokens) for tokens in expected["answers"]] == [1, 5]
     for of_rank in fast.every(scenario):
@@ -219,7 +185,7 @@ def test_ranks_share_the_prompts_and_need_not_run_in_step(scenario: str, fast: O
 
 
 @pytest.mark.parametrize("layout", ["fsdp2", "tp2-sp", "fsdp2-tp2"])
-def test_a_value_model_over_ranks_trains_like_one_process(layout: str, fast: Outcomes) -> None:
+def test_a_value_model_over_ranks_trains_like_one_process(layout: str, fast: ParallelOutcomes) -> None:
     (expected,) = fast.every("value-inline")
     found = fast.every(f"value-{layout}")
     assert len(found) == (4 if layout == "fsdp2-tp2" else 2)
@@ -239,7 +205,7 @@ def test_a_value_model_over_ranks_trains_like_one_process(layout: str, fast: Out
     assert covered["value_head.weight"] == 128
 
 
-def test_a_value_model_in_bf16_keeps_its_fp32_head_over_ranks(fast: Outcomes) -> None:
+def test_a_value_model_in_bf16_keeps_its_fp32_head_over_ranks(fast: ParallelOutcomes) -> None:
     (expected,) = fast.every("value-inline-bf16")
     for of_rank in fast.every("value-fsdp2-bf16"):
         assert of_rank["losses"] == pytest.approx(expected["losses"], rel=0.02)
@@ -249,7 +215,7 @@ def test_a_value_model_in_bf16_keeps_its_fp32_head_over_ranks(fast: Outcomes) ->
     assert last["model.norm.weight"].dtype == torch.bfloat16
 
 
-def assert_resumed_alike(outcomes: Outcomes, load: str, again: str, *, norms: float, losses: float) -> None:
+def assert_resumed_alike(outcomes: ParallelOutcomes, load: str, again: str, *, norms: float, losses: float) -> None:
     found = diff(outcomes.checkpoint("saved"), outcomes.checkpoint(again))
     assert found.identical
     assert sum(component.compared for component in found.components) > 100
@@ -261,26 +227,26 @@ def assert_resumed_alike(outcomes: Outcomes, load: str, again: str, *, norms: fl
 
 
 @pytest.mark.parametrize("layout", ["inline", "tp2", "fsdp2-tp2"])
-def test_a_checkpoint_of_fsdp2_resumes_at_another_layout(layout: str, fast: Outcomes) -> None:
+def test_a_checkpoint_of_fsdp2_resumes_at_another_layout(layout: str, fast: ParallelOutcomes) -> None:
     assert len({chunk.file for chunk in fast.checkpoint("saved").manifest.chunks}) == 2
     assert_resumed_alike(fast, f"load-{layout}", f"again-{layout}", norms=1e-4, losses=1e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["inline", "tp2", "fsdp4"])
-def test_a_checkpoint_in_bf16_of_fsdp2_resumes_at_another_layout(layout: str, slow: Outcomes) -> None:
+def test_a_checkpoint_in_bf16_of_fsdp2_resumes_at_another_layout(layout: str, slow: ParallelOutcomes) -> None:
     assert_resumed_alike(slow, f"load-{layout}", f"again-{layout}", norms=0.05, losses=2e-3)
 
 
 @pytest.mark.parametrize("layout", ["fsdp2", "tp2"])
-def test_a_frozen_engine_scores_alike(layout: str, fast: Outcomes) -> None:
+def test_a_frozen_engine_scores_alike(layout: str, fast: ParallelOutcomes) -> None:
     (expected,) = fast.every("frozen-inline")
     found = fast.every(f"frozen-{layout}")
     assert len(found) == 2
     assert all(logprobs == pytest.approx(expected, abs=1e-5) for logprobs in found)
 
 
-def test_sizes_that_do_not_divide_are_one_line(fast: Outcomes) -> None:
+def test_sizes_that_do_not_divide_are_one_line(fast: ParallelOutcomes) -> None:
     assert fast.of[0]["odd size"] == (
         "policy.torch_cfg.tensor_parallel_size (3) does not divide the number of training processes (2)"
     )
