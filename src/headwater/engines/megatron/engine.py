@@ -105,8 +105,9 @@ class MegatronEngine:
     def num_trainable_parameters(self) -> int:
         """Count of the scalars that training changes, over all ranks."""
         own = [m for m in self.model.parameters() if m.owned and m.parameter.requires_grad]
-        count = torch.tensor(sum(_numel(piece.shape) for m in own for piece in m.pieces if piece.saved))
-        dist.all_reduce(count.to(self._device))
+        held = sum(_numel(piece.shape) for m in own for piece in m.pieces if piece.saved)
+        count = torch.tensor(held, device=self._device)
+        dist.all_reduce(count)
         return int(count)
 
     @torch.no_grad()
@@ -114,7 +115,8 @@ class MegatronEngine:
         outcomes: list[torch.Tensor] = []
 
         def keep(logprobs: torch.Tensor, part: Sequence[TrainSequence]) -> torch.Tensor:
-            outcomes.extend(logprobs.cpu().split([len(sequence.completion_ids) for sequence in part]))
+            lengths = [len(sequence.completion_ids) for sequence in part]
+            outcomes.extend(one.clone() for one in logprobs.cpu().split(lengths))
             return logprobs.sum()
 
         self._run(sequences, self._config.logprob_batch_size, keep, forward_only=True)
@@ -141,9 +143,11 @@ class MegatronEngine:
         self._require_onloaded()
         self.fence.wait()
         finalize_model_grads(self._chunks)
-        norm, lr = self.optimizer.step()
-        for chunk in self._chunks:
-            chunk.zero_grad_buffer()
+        try:
+            norm, lr = self.optimizer.step()
+        finally:  # also where the gradient is refused, which must not come back in the next step's
+            for chunk in self._chunks:
+                chunk.zero_grad_buffer()
         return OptimStep(norm, lr)
 
     def offload(self) -> None:
