@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from headwater.bridge.pieces import Copied, Dimensions, Piece, Place, Rule, Slot, fill
+from headwater.checkpoint.write_request import listed
 from headwater.errors import UserError
-
-_LISTED = 5
 
 
 @dataclass(frozen=True)
@@ -85,12 +84,6 @@ class ParameterMap:
                     wrong.append(f"{parameter} is {tuple(shape)}, of which {piece.name} is {piece.shape}")
         if wrong:
             raise UserError(f"the bridge for {self._family.name} does not fit: {listed(wrong)}")
-
-
-def listed(names: Sequence[str]) -> str:
-    """The first few."""
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(names[:_LISTED]) + more
 
 
 def _pattern(template: str) -> re.Pattern[str]:

@@ -66,5 +66,4 @@ class OpenFolder:
                 f"{self._path}: {piece.name} has the shape {tuple(stored.get_shape())}, the model's configuration "
                 f"says {piece.global_shape}"
             )
-        index = tuple(slice(begin, begin + size) for begin, size in zip(piece.offset, piece.shape, strict=True))
-        return stored[index]
+        return stored[piece.index]

@@ -71,6 +71,11 @@ class Piece:
         """Of the Megatron parameter."""
         return slice(self.row, self.row + self.shape[0])
 
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """Where the box lies in the Hugging Face tensor."""
+        return tuple(slice(begin, begin + size) for begin, size in zip(self.offset, self.shape, strict=True))
+
 
 class Rule(Protocol):
     """A kind of parameter. `megatron` and the Hugging Face names may hold {layer} and {expert}."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,7 @@ class MegatronEngine:
     def num_trainable_parameters(self) -> int:
         """Count of the scalars that training changes, over all ranks."""
         own = [m for m in self.model.parameters() if m.owned and m.parameter.requires_grad]
-        held = sum(_numel(piece.shape) for m in own for piece in m.pieces if piece.saved)
+        held = sum(math.prod(piece.shape) for m in own for piece in m.pieces if piece.saved)
         count = torch.tensor(held, device=self._device)
         dist.all_reduce(count)
         return int(count)
@@ -375,10 +376,3 @@ def _buffers(chunk: Any) -> list[Any]:
         return []
     wrapped: Any = chunk
     return [*wrapped.buffers, *wrapped.expert_parallel_buffers]
-
-
-def _numel(shape: Sequence[int]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total

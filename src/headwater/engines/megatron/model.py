@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,13 @@ class MegatronModel:
     dims: Dimensions
     map: ParameterMap
 
-    def parameters(self) -> Iterator[MappedParameter]:
-        """Of all chunks."""
+    def parameters(self) -> Sequence[MappedParameter]:
+        """Of all chunks. Names and pieces are worked out once; a save asks for them in its call."""
+        return self._mapped
+
+    @cached_property
+    def _mapped(self) -> list[MappedParameter]:
+        found = []
         state = parallel_state
         is_first = state.get_data_parallel_rank(with_context_parallel=True) == 0
         is_first_of_expert = state.get_expert_data_parallel_rank() == 0
@@ -59,7 +65,8 @@ class MegatronModel:
                 tied = name == OUTPUT and chunk.share_embeddings_and_output_weights
                 pieces = self.map.pieces(EMBEDDING if tied else name)
                 owned = (is_first_of_expert if ".local_experts." in name else is_first) and not tied
-                yield MappedParameter(name, parameter, pieces, owned, tied)
+                found.append(MappedParameter(name, parameter, pieces, owned, tied))
+        return found
 
 
 def place_of_this_rank() -> Place:

@@ -11,14 +11,15 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 from headwater.config.schema import EngineConfig
 from headwater.engines.megatron.model import MegatronModel
+from headwater.engines.torch.optimizer import not_finite
 from headwater.engines.torch.schedule import learning_rate_factor
-from headwater.errors import HeadwaterError
 
 
 class MegatronAdam:
     """chunks: wrapped for data parallelism. group: of the configuration, as messages name it."""
 
     def __init__(self, model: MegatronModel, chunks: Sequence[Any], config: EngineConfig, group: str) -> None:
+        self._model = model
         self._config = config
         self._group = group
         optimizer = config.optimizer
@@ -38,6 +39,10 @@ class MegatronAdam:
             ),
             list(chunks),
         )
+        self._optimizers: list[Any] = getattr(self._megatron, "chained_optimizers", [self._megatron])
+        self._masters = {
+            id(parameter): (one, master) for one in self._optimizers for parameter, master in self._pairs(one)
+        }
         self.steps = 0
 
     def step(self) -> tuple[float, float]:
@@ -52,10 +57,7 @@ class MegatronAdam:
         norm = float(self._megatron.get_grad_norm())
         if not math.isfinite(norm):
             self.zero_grad()
-            raise HeadwaterError(
-                f"the gradient norm is {norm} at optimizer step {self.steps + 1}: nothing was applied; lower "
-                f"{self._group}.optimizer.lr or look for a reward or loss that grows without bound"
-            )
+            raise not_finite(norm, self.steps + 1, self._group)
         done, _, _ = self._megatron.step()
         assert done, "Megatron refused a step whose gradients are finite"
         self.steps += 1
@@ -76,56 +78,51 @@ class MegatronAdam:
 
         Flat tensors exp_avg and exp_avg_sq once a step was taken, a scalar step, and param where the model is not fp32.
         """
-        for one in getattr(self._megatron, "chained_optimizers", [self._megatron]):
-            found = self._held(one, parameter)
-            if found is not None:
-                begin, end, main = found
-                states = dict(one.optimizer.state.get(main, {}))
-                if parameter.dtype != torch.float32:
-                    states["param"] = main
-                return begin, end, states
-        return 0, 0, {}
+        if id(parameter) not in self._masters:
+            return 0, 0, {}
+        one, master = self._masters[id(parameter)]
+        states = dict(one.optimizer.state.get(master, {}))
+        if parameter.dtype != torch.float32:
+            states["param"] = master
+        if not self.is_distributed:
+            return 0, parameter.numel(), states
+        held = one._get_model_param_range_map(parameter)["param"]
+        return held.start, held.end, states
 
     def prepare_state(self, parameter: torch.nn.Parameter, exists: bool) -> None:
         """Give a parameter moments that are ready to be filled, or none."""
-        for one in getattr(self._megatron, "chained_optimizers", [self._megatron]):
-            found = self._held(one, parameter)
-            if found is None:
-                continue
-            main = found[2]
-            one.optimizer.state.pop(main, None)
-            if exists:
-                one.optimizer.state[main] = {
-                    # Of its own for each parameter: torch's AdamW counts it up once for each.
-                    "step": torch.zeros((), dtype=torch.float32, device="cpu"),
-                    "exp_avg": torch.zeros_like(main),
-                    "exp_avg_sq": torch.zeros_like(main),
-                }
+        if id(parameter) not in self._masters:
+            return
+        one, master = self._masters[id(parameter)]
+        one.optimizer.state.pop(master, None)
+        if exists:
+            one.optimizer.state[master] = {
+                # Of its own for each parameter: torch's AdamW counts it up once for each.
+                "step": torch.zeros((), dtype=torch.float32, device="cpu"),
+                "exp_avg": torch.zeros_like(master),
+                "exp_avg_sq": torch.zeros_like(master),
+            }
 
-    def _held(self, one: Any, parameter: torch.nn.Parameter) -> tuple[int, int, torch.Tensor] | None:
-        """Range and master weight that one of Megatron's optimizers has of a parameter."""
+    def _pairs(self, one: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Parameters of one of Megatron's optimizers, and what this rank has of their masters; the same for good."""
         if not self.is_distributed:
-            main = getattr(parameter, "main_param", parameter)
-            known = {id(other) for group in one.optimizer.param_groups for other in group["params"]}
-            return (0, parameter.numel(), main) if id(main) in known else None
-        if parameter not in one.model_param_group_index_map:
-            return None
-        held = one._get_model_param_range_map(parameter)["param"]
+            masters = {id(master) for group in one.optimizer.param_groups for master in group["params"]}
+            for mapped in self._model.parameters():
+                master = getattr(mapped.parameter, "main_param", mapped.parameter)
+                if id(master) in masters:
+                    yield mapped.parameter, master
+            return
         # Not by Megatron's index of the parameter in its group, which is wrong where a group has two dtypes.
-        pairs = (
+        for groups, masters_of in (
             (one.model_float16_groups, one.shard_fp32_from_float16_groups),
             (one.model_fp32_groups, one.shard_fp32_groups),
-        )
-        for models, mains in pairs:
-            for of_models, of_mains in zip(models, mains, strict=True):
-                for model, main in zip(of_models, of_mains, strict=True):
-                    if model is parameter:
-                        return held.start, held.end, main
-        return None
+        ):
+            for parameters, of_parameters in zip(groups, masters_of, strict=True):
+                yield from zip(parameters, of_parameters, strict=True)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Masters, moments and steps."""
-        for one in getattr(self._megatron, "chained_optimizers", [self._megatron]):
+        for one in self._optimizers:
             for group in one.optimizer.param_groups:
                 yield from group["params"]
             for state in one.optimizer.state.values():

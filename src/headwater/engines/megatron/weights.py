@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from headwater.bridge.family import listed
 from headwater.bridge.folder import WeightFolder
 from headwater.bridge.pieces import Piece
+from headwater.checkpoint.write_request import listed
 from headwater.engines.megatron.model import MegatronModel
 from headwater.engines.torch.parallel import put_together
 from headwater.engines.torch.value import HEAD_NAME
@@ -126,8 +126,7 @@ class Exporter:
             ]
             for one, tensor in zip(bucket, whole, strict=True):
                 for piece, rows in own.get(one.name, ()):
-                    index = tuple(slice(b, b + n) for b, n in zip(piece.offset, piece.shape, strict=True))
-                    tensor[index] = rows.view(piece.shape)
+                    tensor[piece.index] = rows.view(piece.shape)
             if dist.get_world_size() > 1:
                 put_together(flat)
             yield from zip((one.name for one in bucket), whole, strict=True)

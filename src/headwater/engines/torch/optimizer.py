@@ -74,10 +74,7 @@ class MasterAdamW:
         norm = self._grad_norm()
         if not math.isfinite(norm):
             self.zero_grad()
-            raise HeadwaterError(
-                f"the gradient norm is {norm} at optimizer step {self.steps + 1}: nothing was applied; lower "
-                f"{self._group}.optimizer.lr or look for a reward or loss that grows without bound"
-            )
+            raise not_finite(norm, self.steps + 1, self._group)
         self._share_storage()
         if max_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(self._masters.values(), max_grad_norm, torch.tensor(norm))
@@ -192,6 +189,14 @@ class MasterAdamW:
             state = self._adam.state.get(master, {})
             for key in state:
                 state[key] = state[key].to(device)
+
+
+def not_finite(norm: float, step: int, group: str) -> HeadwaterError:
+    """The error to raise for a gradient norm of an optimizer step, counted from 1, that was not applied."""
+    return HeadwaterError(
+        f"the gradient norm is {norm} at optimizer step {step}: nothing was applied; lower "
+        f"{group}.optimizer.lr or look for a reward or loss that grows without bound"
+    )
 
 
 def _accumulate_into(master: torch.Tensor):
