@@ -19,6 +19,7 @@ from pathlib import Path
 
 _SET_CHILD_SUBREAPER = 36
 _GONE_S = 15.0
+_NOTICED_S = 0.5
 
 
 def main() -> None:
@@ -34,8 +35,11 @@ def main() -> None:
         )
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
-        ready = select.select([sys.stdin.fileno(), pidfd, os.pidfd_open(node.pid)], [], [])[0]
-        if not {sys.stdin.fileno(), pidfd}.intersection(ready):
+        stdin, of_node = sys.stdin.fileno(), os.pidfd_open(node.pid)
+        ready = select.select([stdin, pidfd, of_node], [], [])[0]
+        asked = stdin in ready and os.read(stdin, 1) != b""
+        # Ray may end the trainer, on the loss of the very part that the node is about to notice.
+        if not asked and select.select([of_node], [], [], _NOTICED_S)[0]:
             os.write(int(sys.argv[3]), b"headwater: error: the local Ray ended by itself: it was killed, or crashed\n")
     _kill_descendants()
     shutil.rmtree(folder, ignore_errors=True)
