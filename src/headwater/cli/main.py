@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from headwater import __version__
-from headwater.cli import bench, ckpt, metrics, models, train
+from headwater.cli import bench, ckpt, functional, metrics, models, train
 from headwater.errors import HeadwaterError, UserError
 
-_COMMANDS = (train, ckpt, metrics, models, bench)
+_COMMANDS = (train, functional, ckpt, metrics, models, bench)
 _INTERRUPTED = 130
 
 

@@ -65,7 +65,12 @@ def split_words(words: list[str]) -> tuple[str, list[str]]:
         recipe, overrides = words[0], words[1:]
     else:
         recipe, overrides = "grpo", words
-    for word in overrides:
-        if "=" not in word:
-            raise UserError(f"'{word}' is neither a recipe, which comes first, nor an override such as grpo.seed=1")
+    require_overrides(overrides, "recipe")
     return recipe, overrides
+
+
+def require_overrides(words: list[str], first: str) -> None:
+    """Raise UserError for a word that is none. first: what stands before them."""
+    for word in words:
+        if "=" not in word:
+            raise UserError(f"'{word}' is neither a {first}, which comes first, nor an override such as grpo.seed=1")

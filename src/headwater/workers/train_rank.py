@@ -6,6 +6,7 @@ arguments. What all ranks work out alike, rank 0 answers with.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -350,6 +351,9 @@ def _engine_kind(config: EngineConfig, device: torch.device, *, values: bool) ->
         return TorchValueEngine if values else TorchEngine
     if find_spec("megatron") is None or find_spec("megatron.core") is None:
         raise require_extra("megatron", "megatron-core")
+    # What it says of packages that are not there, and what torch says of the functions it calls, are not the user's.
+    for of_module in (r"megatron\.", r"torch\.distributed\.c10d_logger"):
+        warnings.filterwarnings("ignore", module=of_module)
     if device.type == "cpu":
         from headwater.engines.megatron import cpu
 
