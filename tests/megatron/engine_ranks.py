@@ -31,6 +31,7 @@ from headwater.config.schema import CheckpointingConfig
 from headwater.data.types import TrainSequence
 from headwater.engines.base import TrainEngine
 from headwater.engines.megatron import cpu
+from headwater.errors import UserError
 from headwater.models.resolve import resolve
 from headwater.workers.train import PolicyWorker
 from headwater.workers.value import ValueWorker
@@ -218,6 +219,16 @@ class Job:
         self.save(engine, self.folder / name)
         return self.train(engine, sequences)
 
+    def refused(self, source: str, layout: dict[str, Any]) -> dict[str, Any]:
+        """What a model says of a checkpoint with more than it has: here the masters of one in bf16."""
+        engine = self.engine("tiny", layout, SLOWLY)
+        (folder,) = (self.folder / source).glob("step_*")
+        try:
+            engine.load_chunks(Checkpoint.open_to_load(folder).component("policy"))
+        except UserError as error:
+            return {"said": str(error)}
+        return {"said": ""}
+
 
 def digests(engine: TrainEngine) -> dict[str, int]:
     return {f"{chunk.name} {chunk.offset}": digest(chunk.tensor) for chunk in engine.state_chunks()}
@@ -242,6 +253,7 @@ def run(job: Job, outcome: dict[str, Any]) -> None:
         outcome["value cp2"] = job.value_scenario(CP)
         outcome["load tp2"] = job.load_and_go_on("saved", "again-tp2", TP)
         outcome["load dp2"] = job.load_and_go_on("saved", "again-dp2", {})
+        outcome["refused tp2"] = job.refused("saved-bf16", TP)
         outcome["load bf16 dp2"] = job.load_and_go_on("saved-bf16", "again-bf16-dp2", {}, "precision=bfloat16")
     if job.world == 1:
         alone = Job(job.folder, 1, 0, torch_backend=True)

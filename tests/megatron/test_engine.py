@@ -97,6 +97,11 @@ def test_a_checkpoint_in_bf16_resumes_elsewhere_with_its_masters(outcomes: Outco
         assert of_rank["losses"] == pytest.approx(expected["losses"], abs=2e-3)
 
 
+def test_a_checkpoint_with_tensors_that_the_model_lacks_is_refused(outcomes: Outcomes) -> None:
+    for of_rank in outcomes.every("refused tp2"):
+        assert "holds tensors that this model does not have: optimizer.state.param." in of_rank["said"]
+
+
 @pytest.mark.parametrize("scenario", ["moved tp2", "moved dp2 bf16"])
 def test_state_that_leaves_and_comes_back_is_saved_and_trained_as_if_it_had_stayed(
     scenario: str, outcomes: Outcomes

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from families import make_model
 
 from headwater.checkpoint.reader import Checkpoint
 from headwater.cli.main import main
@@ -52,6 +53,14 @@ class Run:
 
 def assert_passed(ended: subprocess.CompletedProcess[str]) -> None:
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
+
+
+def assert_one_line(ended: subprocess.CompletedProcess[str], words: str) -> None:
+    assert ended.returncode == 2
+    said = [line for line in ended.stderr.splitlines() if line.startswith("headwater: error:")]
+    assert len(said) == 1
+    assert words in said[0]
+    assert not re.search("Traceback", ended.stderr)
 
 
 def test_grpo_trains_as_the_torch_backend_does_which_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
@@ -115,6 +124,21 @@ def test_a_mixture_of_experts_trains_with_its_experts_on_two_ranks(tmp_path: Pat
     assert len(experts_saved) == 2 * 4  # weight, two moments and step, in each layer
 
 
+def test_a_checkpoint_of_another_precision_or_family_is_one_line(tmp_path: Path) -> None:
+    run = Run(tmp_path, "grpo_tiny")
+    options = ("grpo.max_num_steps=1", f"{POLICY}.enabled=true")
+    grads = f"{POLICY}.distributed_data_parallel_config.grad_reduce_in_fp32=false"
+    assert_passed(run.train(*options, "policy.precision=bfloat16", grads))
+    assert run.metrics()["train/grad_norm"][1] > 0
+    ended = run.train(*options, "policy.precision=float32", "grpo.max_num_steps=2")
+    assert_one_line(ended, "other weights than policy.model_name holds at policy.precision")
+    qwen = make_model("qwen2", tmp_path)
+    for file in resolve("builtin:tiny").iterdir():
+        if file.name.startswith(("tokenizer", "special", "chat")):
+            shutil.copy(file, qwen)
+    assert_one_line(run.train(*options, f"policy.model_name={qwen}", "grpo.max_num_steps=2"), "qwen2")
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
@@ -128,8 +152,4 @@ def test_a_mixture_of_experts_trains_with_its_experts_on_two_ranks(tmp_path: Pat
 def test_what_does_not_fit_is_one_line(tmp_path: Path, overrides: tuple[str, ...], words: str) -> None:
     keys = [f"{POLICY}.{override}" for override in ("enabled=true", *overrides)]
     ended = Run(tmp_path, "grpo_tiny").train(*keys)
-    assert ended.returncode == 2
-    said = [line for line in ended.stderr.splitlines() if line.startswith("headwater: error:")]
-    assert len(said) == 1
-    assert words in said[0]
-    assert not re.search("Traceback", ended.stderr)
+    assert_one_line(ended, words)

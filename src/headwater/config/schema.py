@@ -100,6 +100,11 @@ class TorchConfig(Strict):
         return self
 
 
+class DistributedDataParallelConfig(Strict):
+    grad_reduce_in_fp32: bool = True
+    """Keep and add up gradients in fp32; false does so in the model's precision, in half the memory under bfloat16."""
+
+
 class MegatronConfig(Strict):
     """Training by megatron-core in place of the torch backend; needs the extra `megatron`."""
 
@@ -123,6 +128,9 @@ class MegatronConfig(Strict):
     """Ranks that share each matrix of an expert; null is tensor_model_parallel_size."""
     use_distributed_optimizer: bool = True
     """Share out fp32 master weights and moments over the data-parallel ranks."""
+    distributed_data_parallel_config: DistributedDataParallelConfig = DistributedDataParallelConfig()
+    clear_memory_caches_before_refit: bool = False
+    """Give device memory that torch keeps for itself back before weights go to the generator."""
 
     @model_validator(mode="after")
     def _parts_need_ranks(self) -> MegatronConfig:

@@ -6,6 +6,7 @@ arguments. What all ranks work out alike, rank 0 answers with.
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -177,6 +178,9 @@ class TrainRank:
 
     def receive_weights(self, version: int) -> None:
         """See GenerateEngine."""
+        if self._config.policy.megatron_cfg.clear_memory_caches_before_refit and self._device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
         self._generator.receive_weights(version)
 
     def score(

@@ -32,8 +32,9 @@ from headwater.engines.megatron.weights import Exporter, load_weights
 from headwater.engines.torch.engine import DTYPES, OFFLOADED
 from headwater.engines.torch.logprobs import VocabShard, selected_logprobs
 from headwater.engines.torch.optimizer import STATE_PREFIX
-from headwater.errors import HeadwaterError
+from headwater.errors import HeadwaterError, UserError
 from headwater.metrics.stat import Stat, merge
+from headwater.models.resolve import shorten
 
 
 class MegatronEngine:
@@ -77,7 +78,7 @@ class MegatronEngine:
         if trainable:
             settings = DistributedDataParallelConfig(
                 use_distributed_optimizer=megatron.use_distributed_optimizer,
-                grad_reduce_in_fp32=True,
+                grad_reduce_in_fp32=megatron.distributed_data_parallel_config.grad_reduce_in_fp32,
                 overlap_grad_reduce=False,
                 average_in_collective=False,
             )
@@ -210,6 +211,10 @@ class MegatronEngine:
         chunks = list(weight_chunks(self.model, self._weights.view, copies=True))
         if self.optimizer is not None:
             chunks += optimizer_chunks(self.model, self.optimizer, self._optimizer_state.view, copies=True)
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, {chunk.name for chunk in chunks})
+        if unread := stored.difference(*of_ranks):
+            raise UserError(f"the checkpoint holds tensors that this model does not have: {shorten(sorted(unread))}")
         with torch.no_grad():
             for chunk in chunks:
                 reader.read_into(chunk)

@@ -280,7 +280,7 @@ def initialize(megatron: MegatronConfig, seed: int = 0) -> None:
             raise UserError(
                 f"megatron_cfg: {what} parallel sizes make {size}, which does not divide the number of ranks ({world})"
             )
-    wanted = megatron.model_dump(exclude={"enabled", "converter_type", "use_distributed_optimizer"})
+    wanted = {key: size for key, size in megatron.model_dump().items() if key.endswith("_size")}
     if parallel_state.model_parallel_is_initialized():
         if _sizes != wanted:
             raise UserError(
