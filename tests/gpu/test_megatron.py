@@ -22,6 +22,7 @@ from headwater.cli.main import main
 from headwater.config.load import load_config
 from headwater.engines.base import TrainEngine
 from headwater.engines.torch.engine import TorchEngine
+from headwater.functional.jobs import JOBS
 from headwater.metrics.sinks import read_jsonl
 from headwater.workers.train import PolicyWorker
 
@@ -93,3 +94,11 @@ def test_a_run_trains_saves_fresh_checkpoints_and_resumes(recipe: str, tmp_path:
     assert max(metrics["train/token_mult_prob_error"].values()) < 1.05
     assert sorted(metrics["memory/retained_after_offload"]) == [1, 2, 3, 4]
     assert metrics["train/optim_steps"][4] > metrics["train/optim_steps"][3]
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_functional_job_passes(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["functional", name, "policy.precision=bfloat16", "--output", str(tmp_path)]) == 0
+    said = capfd.readouterr().out
+    assert "on cuda" in said
+    assert said.splitlines()[-1].startswith(f"{name}: passed")

@@ -139,7 +139,8 @@ class Job:
         # A batch of one, which other data-parallel ranks have nothing of; then scored between gradient and step.
         outcome |= {f"{key} of one": value for key, value in self.train(engine, sequences[:1], 1).items()}
         outcome["first"], outcome["last"] = first.tolist(), torch.cat(engine.logprobs(sequences)).tolist()
-        return outcome | {"exact": exact, "parameters": engine.num_trainable_parameters}
+        recomputes = not self._torch and engine.model.config.recompute_granularity == "full"
+        return outcome | {"exact": exact, "parameters": engine.num_trainable_parameters, "recomputes": recomputes}
 
     def value_scenario(self, layout: dict[str, Any], *overrides: str) -> dict[str, Any]:
         engine = self.engine("tiny", layout, "optimizer.lr=1e-4", *overrides, group="value")
@@ -244,6 +245,7 @@ def run(job: Job, outcome: dict[str, Any]) -> None:
         outcome["save bf16"] = job.save_and_go_on("saved-bf16", {**TP, **PP}, "precision=bfloat16")
     if job.world == 2:
         outcome["tiny pp2-vpp2"] = job.scenario("tiny", VPP)
+        outcome["tiny tp2-sp-recompute"] = job.scenario("tiny", {**SP, "activation_checkpointing": True})
         outcome["moved tp2"] = job.moved(TP)
         outcome["moved dp2 bf16"] = job.moved({}, "precision=bfloat16")
         outcome["masters dp2"] = job.masters({})

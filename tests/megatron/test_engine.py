@@ -55,11 +55,13 @@ def test_the_round_trip_to_hugging_face_is_exact(model: str, layout: str, outcom
     assert all(of_rank["exact"] for of_rank in outcomes.every(f"{model} {layout}"))
 
 
-def test_the_interleaved_pipeline_trains_alike(outcomes: Outcomes) -> None:
+@pytest.mark.parametrize("layout", ["pp2-vpp2", "tp2-sp-recompute"])
+def test_the_interleaved_pipeline_and_recomputation_train_alike(layout: str, outcomes: Outcomes) -> None:
     (expected,) = outcomes.every("tiny torch")
-    found = outcomes.every("tiny pp2-vpp2")
+    found = outcomes.every(f"tiny {layout}")
     assert len(found) == 2
     for of_rank in found:
+        assert of_rank["recomputes"] == layout.endswith("recompute")
         assert of_rank["losses"] == pytest.approx(expected["losses"], abs=1e-6)
         assert of_rank["norms"] == pytest.approx(expected["norms"], rel=1e-5)
 

@@ -128,6 +128,8 @@ class MegatronConfig(Strict):
     """Ranks that share each matrix of an expert; null is tensor_model_parallel_size."""
     use_distributed_optimizer: bool = True
     """Share out fp32 master weights and moments over the data-parallel ranks."""
+    activation_checkpointing: bool = False
+    """Recompute each layer's activations in the backward pass instead of keeping them."""
     distributed_data_parallel_config: DistributedDataParallelConfig = DistributedDataParallelConfig()
     clear_memory_caches_before_refit: bool = False
     """Give device memory that torch keeps for itself back before weights go to the generator."""

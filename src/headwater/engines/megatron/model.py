@@ -161,6 +161,8 @@ def transformer_config(
         "overlap_p2p_comm": megatron.virtual_pipeline_model_parallel_size is not None,
         "batch_p2p_comm": megatron.virtual_pipeline_model_parallel_size is None,
     }
+    if megatron.activation_checkpointing:
+        settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if hasattr(hf_config, "num_experts_per_tok"):
         settings |= {
             "moe_router_load_balancing_type": "none",
