@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from headwater.checkpoint.host_buffer import HostBuffer
 from headwater.checkpoint.manager import CheckpointManager
 from headwater.checkpoint.reader import Checkpoint, verify
 from headwater.config.schema import CheckpointingConfig
+from headwater.engines.megatron.offload import StorageParking
 
 pytestmark = [
     pytest.mark.gpu,
@@ -103,3 +106,31 @@ def test_the_writer_holds_no_device_memory(manager: CheckpointManager, tensors: 
     save(manager, 1, tensors, Fence())
     manager.wait_committed(120)
     assert "libcuda" not in Path(f"/proc/{manager.writer_pid}/maps").read_text()
+
+
+def test_memory_that_is_page_locked_already_is_used_as_it_is(tmp_path: Path) -> None:
+    first, second = HostBuffer(tmp_path), HostBuffer(tmp_path)
+    first.reserve(1 << 20, pin=True)
+    second._array, second.fd = first._array, os.dup(first.fd)
+    second.reserve(1 << 20, pin=True)
+    assert first.pinned
+    assert not second.pinned
+    assert float(torch.ones(3, device="cuda").sum()) == 3.0  # the refusal is nobody else's error
+    second.close()
+    first.close()
+
+
+def test_what_left_for_page_locked_memory_leaves_none_of_it_behind() -> None:
+    gc.collect()
+    tensor = torch.ones(1 << 20, device="cuda")
+    parking = StorageParking("the test's state")
+    parking.park([tensor])
+    kept = parking._buffer._array  # so that its address is not given to others
+    pointer = kept.ctypes.data
+    parking.bring_back()
+    del parking
+    gc.collect()
+    runtime = torch.cuda.cudart()
+    assert runtime.cudaHostRegister(pointer, kept.nbytes, 0) == runtime.cudaError.success
+    runtime.cudaHostUnregister(pointer)
+    assert float(tensor.sum()) == 1 << 20

@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,8 @@ class HostBuffer:
             self._registered = pointer
         else:
             self._refused = True
+            with suppress(RuntimeError):
+                torch.zeros(1, device="cuda")  # CUDA keeps the error for whoever asks next
             _log.warning("staging memory cannot be page-locked (%s): copies from the GPU are slower", result)
 
     def _unregister(self) -> None:

@@ -7,6 +7,7 @@ storages are emptied and filled again. Whoever reads them meanwhile reads from t
 from __future__ import annotations
 
 import tempfile
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -27,6 +28,9 @@ class StorageParking:
         self._what = what
         self._buffer = HostBuffer(Path(tempfile.gettempdir()))
         self._parked: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
+        weakref.finalize(
+            self, self._buffer.close
+        )  # memory that goes while it is page-locked would refuse its successor
 
     @property
     def occupied(self) -> bool:
