@@ -51,8 +51,17 @@ def test_it_generates_with_the_weights_of_the_moment_and_leaves_training_as_it_w
 ) -> None:
     for of_rank in outcomes.every(scenario):
         assert of_rank["changed"], "a step changed no completion"
-        assert of_rank["dropped"]
+        assert of_rank["caches"]
+        assert not any(of_rank["caches"])
+        assert not any(of_rank["inputs"])
         assert of_rank["goes on"]
+
+
+@pytest.mark.parametrize("scenario", RANKS)
+def test_ranks_that_compute_other_logits_give_the_same_completions(scenario: str, outcomes: Outcomes) -> None:
+    found = outcomes.every(scenario)
+    assert all(of_rank["disturbed"] == found[0]["disturbed"] for of_rank in found)
+    assert found[0]["disturbed"] != found[0]["greedy"]["found"][0]
 
 
 def test_some_completions_stop_early(outcomes: Outcomes) -> None:

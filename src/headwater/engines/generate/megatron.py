@@ -150,24 +150,20 @@ class _MegatronDecoder(Decoder):
 @contextmanager
 def _decoding(chunks: Sequence[Any]) -> Iterator[None]:
     """Evaluation mode, without sequence parallelism, which cannot cut a single token. Caches are dropped at the end."""
-    modules = [module for chunk in chunks for module in chunk.modules()]
-    training = [chunk.training for chunk in chunks]
-    owners = [owner for module in modules for owner in (module, getattr(module, "config", None))]
     switched: list[tuple[Any, str]] = []
-    for owner in owners:
-        for flag in ("sequence_parallel", "reduce_scatter_embeddings"):
-            if getattr(owner, flag, False):
-                setattr(owner, flag, False)
-                switched.append((owner, flag))
     for chunk in chunks:
-        chunk.eval()
+        chunk.eval()  # who trains or scores sets the mode anew
+        for owner in (owner for module in chunk.modules() for owner in (module, getattr(module, "config", None))):
+            for flag in ("sequence_parallel", "reduce_scatter_embeddings"):
+                if getattr(owner, flag, False):
+                    setattr(owner, flag, False)
+                    switched.append((owner, flag))
     try:
         yield
     finally:
         for owner, flag in switched:
             setattr(owner, flag, True)
-        for chunk, mode in zip(chunks, training, strict=True):
-            chunk.train(mode)
+        for chunk in chunks:
             chunk.picked = None
             if not chunk.pre_process:
                 chunk.set_input_tensor(None)
