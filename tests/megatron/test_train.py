@@ -81,6 +81,31 @@ def test_grpo_trains_as_the_torch_backend_does_which_goes_on_from_its_checkpoint
     assert megatron.metrics()["train/optim_steps"][4] == 4 / 3 * megatron.metrics()["train/optim_steps"][3]
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        (),
+        (*OVER_TWO, f"{POLICY}.tensor_model_parallel_size=2"),
+        (*OVER_TWO, f"{POLICY}.pipeline_model_parallel_size=2"),
+    ],
+)
+def test_the_model_that_megatron_trains_generates_what_a_copy_of_it_does(
+    tmp_path: Path, layout: tuple[str, ...]
+) -> None:
+    own, copied = Run(tmp_path / "own", "grpo_tiny"), Run(tmp_path / "copied", "grpo_tiny")
+    options = ("policy.optimizer.lr=0.003", "policy.offload_policy_before_refit=true", f"{POLICY}.enabled=true")
+    assert_passed(own.train(*options, *layout, "policy.generation.backend=megatron"))
+    assert_passed(copied.train(*options))
+    one, other = own.metrics(), copied.metrics()
+    assert one["train/reward"] == other["train/reward"]
+    assert len(set(one["train/reward"].values())) > 1
+    for tag in ("train/loss", "train/grad_norm"):
+        assert one[tag] == {step: pytest.approx(value, rel=1e-3, abs=1e-5) for step, value in other[tag].items()}
+    assert max(one["train/token_mult_prob_error"].values()) < 1.001
+    assert one["refit/version"] == other["refit/version"] == one["train/optim_steps"]
+    assert one["refit/version"][4] > one["refit/version"][1] > 0
+
+
 def test_ppo_over_a_pipeline_saves_fresh_models_at_every_step_while_they_take_turns(tmp_path: Path) -> None:
     stay, turns = Run(tmp_path / "stay", "ppo_tiny"), Run(tmp_path / "turns", "ppo_tiny")
     cut = [f"{group}.{key}" for group in (POLICY, VALUE) for key in ("enabled=true", "pipeline_model_parallel_size=2")]

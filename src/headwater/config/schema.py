@@ -148,8 +148,9 @@ class MegatronConfig(Strict):
 
 
 class GenerationConfig(Strict):
-    backend: Literal["native"] = "native"
-    """native: the trainer's own module generates."""
+    backend: Literal["native", "megatron"] = "native"
+    """native: a transformers model generates, the trainer's own module or, where megatron-core trains, a copy of its
+    weights. megatron: the model that megatron-core trains generates itself; needs megatron_cfg.enabled."""
     max_new_tokens: PositiveInt = 16
     """Upper bound of a completion, in tokens."""
     temperature: PositiveFloat = 1.0
@@ -198,7 +199,7 @@ class PolicyConfig(EngineConfig):
     """Keep master weights and moments in host memory while log-probabilities are computed."""
     offload_policy_before_refit: bool = False
     """Keep master weights, gradients and moments in host memory while completions are generated. The weights stay:
-    `native` generates with them."""
+    they generate."""
     generation: GenerationConfig = GenerationConfig()
 
     @model_validator(mode="after")
@@ -208,6 +209,12 @@ class PolicyConfig(EngineConfig):
                 f"generation.max_new_tokens ({self.generation.max_new_tokens}) leaves no room for a prompt in "
                 f"max_total_sequence_length ({self.max_total_sequence_length})"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _megatron_generates_what_it_trains(self) -> PolicyConfig:
+        if self.generation.backend == "megatron" and not self.megatron_cfg.enabled:
+            raise ValueError("generation.backend=megatron needs megatron_cfg.enabled=true: its model is the trainer's")
         return self
 
 

@@ -306,7 +306,13 @@ def _generator(
     max_batch_size = config.policy.generation.max_batch_size
     if isinstance(policy, TorchEngine):
         return SharedWeights(policy, tokenizer, max_batch_size)
-    dtype, trust = DTYPES[config.policy.precision], config.policy.trust_remote_code
+    trust = config.policy.trust_remote_code
+    if config.policy.generation.backend == "megatron":
+        from headwater.engines.generate.megatron import MegatronGenerator
+
+        own: Any = policy
+        return MegatronGenerator(own, model_path, device, tokenizer, max_batch_size, trust_remote_code=trust)
+    dtype = DTYPES[config.policy.precision]
     return CopiedWeights(policy, model_path, dtype, device, tokenizer, max_batch_size, trust_remote_code=trust)
 
 

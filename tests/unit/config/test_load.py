@@ -45,6 +45,14 @@ def test_the_resolved_form_holds_defaults_and_keeps_literal_text(tmp_path):
     assert load_config(write(tmp_path, "again.yaml", loaded.resolved_yaml)).config == loaded.config
 
 
+def test_only_what_megatron_trains_can_generate_by_megatron():
+    assert error_of("grpo", "policy.generation.backend=megatron").endswith(
+        "generation.backend=megatron needs megatron_cfg.enabled=true: its model is the trainer's"
+    )
+    chosen = load_config("grpo", ["policy.generation.backend=megatron", "policy.megatron_cfg.enabled=true"]).config
+    assert chosen.policy.generation.backend == "megatron"
+
+
 def test_a_child_changes_its_parent_and_leaves_the_rest():
     parent, child = load_config("grpo").config, load_config("grpo_tiny").config
     assert child.policy.model_name == "builtin:tiny"

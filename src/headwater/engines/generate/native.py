@@ -1,14 +1,15 @@
-"""Generation by the trainer's own module: nothing to sync. Tensor-parallel ranks generate the same, together."""
+"""Sampling completions, by a transformers model or another. Tensor-parallel ranks generate the same, together."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from headwater.data.types import Completion, Prompt, SamplingParams
 from headwater.engines.generate.kv_cache import make_cache
@@ -19,22 +20,26 @@ from headwater.errors import HeadwaterError, UserError
 _DROP_SHARE = 8
 
 
-class NativeGenerator:
-    """Samples completions from a transformers causal LM that somebody else trains.
+class SamplingLoop(ABC):
+    """Samples completions from a causal LM that somebody else trains. What decodes a batch is a subclass's.
 
     Each prompt is prefilled once and its keys and values are shared out to the group; rows that have
-    finished leave the batch. `max_batch_size` bounds the rows decoded at a time.
+    finished leave the batch. `max_batch_size` bounds the rows decoded at a time. defaults: the model's for generation.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_batch_size: int) -> None:
-        self._model = model
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, defaults: GenerationConfig | None, max_batch_size: int
+    ) -> None:
         self._tokenizer = tokenizer
         self._max_batch_size = max_batch_size
-        self._end_tokens = torch.tensor(_end_tokens(model, tokenizer))
+        self._end_tokens = torch.tensor(_end_tokens(tokenizer, defaults))
         self.weight_version = 0
 
+    @abstractmethod
+    def _decoder(self, prompts: Sequence[Prompt], max_new_tokens: int) -> Decoder: ...
+
     def receive_weights(self, version: int) -> None:
-        """The module already holds the weights of `version`; completions are stamped with it from now on."""
+        """The model already holds the weights of `version`; completions are stamped with it from now on."""
         self.weight_version = version
 
     @torch.no_grad()
@@ -42,24 +47,21 @@ class NativeGenerator:
         self, prompts: Sequence[Prompt], num_samples: int, params: SamplingParams
     ) -> list[tuple[Completion, ...]]:
         """`num_samples` completions of each prompt, in the prompts' order."""
-        training = self._model.training
-        self._model.eval()
         at_a_time = max(1, self._max_batch_size // num_samples)
         groups: list[tuple[Completion, ...]] = []
-        try:
-            for start in range(0, len(prompts), at_a_time):
-                groups += self._generate_batch(prompts[start : start + at_a_time], num_samples, params)
-        finally:
-            self._model.train(training)
+        for start in range(0, len(prompts), at_a_time):
+            groups += self._generate_batch(prompts[start : start + at_a_time], num_samples, params)
         return groups
 
     def _generate_batch(
         self, prompts: Sequence[Prompt], num_samples: int, params: SamplingParams
     ) -> list[tuple[Completion, ...]]:
-        device = self._model.device
-        decoder = _Decoder(self._model, prompts, params.max_new_tokens)
-        logits = decoder.prefill()[torch.arange(len(prompts), device=device).repeat_interleave(num_samples)]
-        decoder.select(torch.arange(len(prompts), device=device).repeat_interleave(num_samples))
+        decoder = self._decoder(prompts, params.max_new_tokens)
+        logits = decoder.prefill()
+        device = logits.device
+        of_prompt = torch.arange(len(prompts), device=device).repeat_interleave(num_samples)
+        logits = logits[of_prompt]
+        decoder.select(of_prompt)
 
         rows = len(prompts) * num_samples
         draws = np.repeat([prompt.draw for prompt in prompts], num_samples)
@@ -119,20 +121,28 @@ class NativeGenerator:
         return torch.tensor([any(stop in text for stop in params.stop_strings) for text in texts])
 
 
-class _Decoder:
-    """The model's side of a batch: cache, attention mask and positions, kept in step with each other."""
+class Decoder(ABC):
+    """A batch of left-padded prompts that is continued: mask and positions, kept in step with the model's cache."""
 
-    def __init__(self, model: PreTrainedModel, prompts: Sequence[Prompt], max_new_tokens: int) -> None:
-        longest = max(len(prompt.token_ids) for prompt in prompts)
-        self._model = model
-        self._tokens = torch.zeros(len(prompts), longest, dtype=torch.int64)
-        self._mask = torch.zeros(len(prompts), longest, dtype=torch.int64)
+    def __init__(self, prompts: Sequence[Prompt], device: torch.device) -> None:
+        self.longest = max(len(prompt.token_ids) for prompt in prompts)
+        self._tokens = torch.zeros(len(prompts), self.longest, dtype=torch.int64)
+        self._mask = torch.zeros(len(prompts), self.longest, dtype=torch.int64)
         for row, prompt in enumerate(prompts):  # left-padded: the last column is every prompt's last token
-            self._tokens[row, longest - len(prompt.token_ids) :] = torch.tensor(prompt.token_ids)
-            self._mask[row, longest - len(prompt.token_ids) :] = 1
-        self._tokens, self._mask = self._tokens.to(model.device), self._mask.to(model.device)
+            self._tokens[row, self.longest - len(prompt.token_ids) :] = torch.tensor(prompt.token_ids)
+            self._mask[row, self.longest - len(prompt.token_ids) :] = 1
+        self._tokens, self._mask = self._tokens.to(device), self._mask.to(device)
         self._positions = self._mask.sum(1, keepdim=True) - 1
-        self._cache = make_cache(model.config, longest + max_new_tokens)
+
+    @abstractmethod
+    def _forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Add tokens [B, S] at positions [B, S] to the cache, and return logits [B, V] after the last.
+
+        `_mask` [B, L] int64 tells the tokens of the cache, these included, from padding.
+        """
+
+    @abstractmethod
+    def _select_cache(self, rows: torch.Tensor) -> None: ...
 
     def prefill(self) -> torch.Tensor:
         """Logits [B, V] after each prompt."""
@@ -147,9 +157,40 @@ class _Decoder:
 
     def select(self, rows: torch.Tensor) -> None:
         """Make the batch these rows, which may be repeated or left out."""
-        self._cache.batch_select_indices(rows)
+        self._select_cache(rows)
         self._mask = self._mask[rows]
         self._positions = self._positions[rows]
+
+
+class NativeGenerator(SamplingLoop):
+    """Samples completions from a transformers causal LM that somebody else trains."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_batch_size: int) -> None:
+        super().__init__(tokenizer, model.generation_config, max_batch_size)
+        self._model = model
+
+    def generate(
+        self, prompts: Sequence[Prompt], num_samples: int, params: SamplingParams
+    ) -> list[tuple[Completion, ...]]:
+        training = self._model.training
+        self._model.eval()
+        try:
+            return super().generate(prompts, num_samples, params)
+        finally:
+            self._model.train(training)
+
+    def _decoder(self, prompts: Sequence[Prompt], max_new_tokens: int) -> Decoder:
+        return _TransformersDecoder(self._model, prompts, max_new_tokens)
+
+
+class _TransformersDecoder(Decoder):
+    def __init__(self, model: PreTrainedModel, prompts: Sequence[Prompt], max_new_tokens: int) -> None:
+        super().__init__(prompts, model.device)
+        self._model = model
+        self._cache = make_cache(model.config, self.longest + max_new_tokens)
+
+    def _select_cache(self, rows: torch.Tensor) -> None:
+        self._cache.batch_select_indices(rows)
 
     def _forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         output = self._model(
@@ -166,9 +207,9 @@ class _Decoder:
         return logits[:, -1]
 
 
-def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _end_tokens(tokenizer: PreTrainedTokenizerBase, defaults: GenerationConfig | None) -> list[int]:
     """Ids that end a completion: the tokenizer's and those of the model's generation defaults."""
-    configured: Any = model.generation_config.eos_token_id if model.generation_config is not None else None
+    configured: Any = defaults.eos_token_id if defaults is not None else None
     own: Any = tokenizer.eos_token_id
     ids = {own, *(configured if isinstance(configured, list) else [configured])} - {None}
     if not ids:

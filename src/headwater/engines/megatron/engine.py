@@ -183,12 +183,13 @@ class MegatronEngine:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _require_weights(self) -> None:
+    def require_weights(self) -> None:
+        """Raises HeadwaterError where they wait in host memory."""
         if self._weights.occupied:
             raise HeadwaterError(OFFLOADED)
 
     def _require_onloaded(self) -> None:
-        self._require_weights()
+        self.require_weights()
         if self._optimizer_state.occupied:
             raise HeadwaterError(OFFLOADED)
 
@@ -221,7 +222,7 @@ class MegatronEngine:
 
     def _run(self, sequences: Sequence[TrainSequence], size: int, loss_of: Any, *, forward_only: bool) -> None:
         """One pass of Megatron's schedule. loss_of: called on the last pipeline stage, for a rank's own sequences."""
-        self._require_weights()
+        self.require_weights()
         stages = parallel_state.get_pipeline_model_parallel_world_size() if len(self._chunks) > 1 else 1
         microbatches = cut(sequences, size, parallel_state.get_data_parallel_rank(), self._data_size, stages)
         batches = self._packed(microbatches)
@@ -362,12 +363,11 @@ def _sample_head_alone(chunk: Any) -> None:
     """Have the output layer, the widest there is, compute the positions alone that `chunk.picked` names."""
     if not chunk.post_process:
         return
-    sequence_parallel = chunk.config.sequence_parallel
     chunk.output_layer.sequence_parallel = False
 
     def pick(_: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         hidden = args[0]
-        if sequence_parallel:
+        if chunk.config.sequence_parallel:  # not while tokens are generated
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         rows, columns = chunk.picked
         return (hidden[columns, rows][:, None], *args[1:])

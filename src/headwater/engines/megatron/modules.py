@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
 
+from headwater.engines.generate.kv_cache import PreallocatedLayer
 from headwater.engines.torch.value import ValueHead
 
 
@@ -22,7 +23,12 @@ class MaskedAttention(MegatronModule):
     With context parallelism each rank has a part of the positions of every row: its queries look at the keys and values
     of all ranks, which are gathered. The mask is [B, 1, S, L] bool, True where a query may look: S positions of this
     rank, L of the whole row, in the order of the ranks.
+
+    While tokens are generated, `cache` holds the keys and values of the L positions so far, of which S are new. Each
+    rank has whole rows then, of its own.
     """
+
+    cache: PreallocatedLayer | None = None
 
     def __init__(
         self,
@@ -42,9 +48,11 @@ class MaskedAttention(MegatronModule):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor, **_: Any
     ) -> torch.Tensor:
         """query [S, B, heads, D], key and value [S, B, groups, D] to [S, B, heads * D]."""
-        if self._context_group.size() > 1:
+        if self._context_group.size() > 1 and self.cache is None:
             key, value = _Gather.apply(torch.stack([key, value], 1), self._context_group).unbind(1)  # pyright: ignore
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        if self.cache is not None:
+            key, value = self.cache.update(key, value)
         grouped = query.shape[1] != key.shape[1]
         out = F.scaled_dot_product_attention(
             query, key, value, attn_mask=attention_mask, scale=self._scale, enable_gqa=grouped
