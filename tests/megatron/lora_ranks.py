@@ -1,4 +1,4 @@
-"""One of four processes: trains adapters of small models with megatron-core, and with PEFT, and writes down what it saw.
+"""One of four processes: trains adapters of small models with megatron-core and PEFT, and writes down what it saw.
 
 `python lora_ranks.py FOLDER RANK`; test_lora.py starts four and reads FOLDER/RANK.json. All four are one job first;
 then ranks 0 and 1 are a job of two, while rank 3 does what one process does, with PEFT too.

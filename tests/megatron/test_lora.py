@@ -64,9 +64,7 @@ def test_adapters_alone_are_trained_and_saved(model: str, layout: str, outcomes:
 
 
 @pytest.mark.parametrize(("model", "layout"), SCENARIOS)
-def test_what_is_exported_is_the_model_with_its_adapters_merged(
-    model: str, layout: str, outcomes: Outcomes
-) -> None:
+def test_what_is_exported_is_the_model_with_its_adapters_merged(model: str, layout: str, outcomes: Outcomes) -> None:
     found = outcomes.every(f"{model} {layout}")
     assert found[0]["merged"] == pytest.approx(found[0]["last"], abs=1e-5)
     for of_rank in found:

@@ -11,10 +11,7 @@ from dataclasses import dataclass, replace
 
 from headwater.bridge.family import Family
 from headwater.bridge.pieces import Copied, Dimensions, Output, Piece, Rule, Slot
-
-_WEIGHT = ".weight"
-A, B = ".lora_A.weight", ".lora_B.weight"
-"""What the factors' names end in, where that of their matrix ends in .weight."""
+from headwater.checkpoint.adapters import WEIGHT, A, B, factor
 
 
 @dataclass(frozen=True)
@@ -28,7 +25,7 @@ class Narrowed:
 
     @property
     def hugging_face(self) -> Sequence[str]:
-        return [factor_name(name, self.ending) for name in self.matrix.hugging_face]
+        return [factor(name, self.ending) for name in self.matrix.hugging_face]
 
     def pieces(self, names: Sequence[str], slot: Slot, dims: Dimensions) -> list[Piece]:
         return self.matrix.pieces(names, slot, replace(dims, hidden=self.rank))
@@ -36,26 +33,21 @@ class Narrowed:
 
 def with_adapters(family: Family, targets: Sequence[str], rank: int) -> Family:
     """The same family, with rules for the adapters of its matrices. targets: Megatron's names of modules."""
-    adapted = [rule for rule in family.rules if rule.megatron.removesuffix(_WEIGHT).rpartition(".")[2] in targets]
-    matrices = [rule for rule in adapted if rule.megatron.endswith(_WEIGHT)]
+    adapted = [rule for rule in family.rules if rule.megatron.removesuffix(WEIGHT).rpartition(".")[2] in targets]
+    matrices = [rule for rule in adapted if rule.megatron.endswith(WEIGHT)]
     return replace(family, rules=(*family.rules, *(rule for matrix in matrices for rule in _rules(matrix, rank))))
 
 
-def factor_name(matrix: str, ending: str) -> str:
-    """Name of a factor. ending: `A` or `B`."""
-    return matrix.removesuffix(_WEIGHT) + ending
-
-
 def _rules(matrix: Rule, rank: int) -> list[Rule]:
-    adapter = f"{matrix.megatron.removesuffix(_WEIGHT)}.adapter."
+    adapter = f"{matrix.megatron.removesuffix(WEIGHT)}.adapter."
     if isinstance(matrix, Output):
         (name,) = matrix.hugging_face
         return [
             Narrowed(f"{adapter}lora_A.0", matrix, A, rank),
-            Copied(f"{adapter}lora_B", factor_name(name, B), ("hidden", rank)),
+            Copied(f"{adapter}lora_B", factor(name, B), ("hidden", rank)),
         ]
     copied = [
-        Copied(f"{adapter}lora_A.{index}", factor_name(name, A), (rank, "hidden"))
+        Copied(f"{adapter}lora_A.{index}", factor(name, A), (rank, "hidden"))
         for index, name in enumerate(matrix.hugging_face)
     ]
     return [*copied, Narrowed(f"{adapter}lora_B", matrix, B, rank)]
