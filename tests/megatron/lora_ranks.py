@@ -27,6 +27,7 @@ from headwater.config.load import load_config
 from headwater.data.types import TrainSequence
 from headwater.engines.base import ForwardBackward, LossFn, OptimStep
 from headwater.engines.megatron import cpu
+from headwater.errors import UserError
 from headwater.models.resolve import resolve
 
 RANK, ALPHA = 3, 12.0
@@ -144,6 +145,22 @@ class LoraJob(Job):
         engine = PeftEngine(self.path(model), matrices(model), whole(start.state_chunks()))
         return self.trained(engine, self.rollout(engine, model))  # pyright: ignore[reportArgumentType]
 
+    def refused(self, model: str, *overrides: str) -> str:
+        try:
+            self.engine(model, {}, *overrides)
+        except UserError as error:
+            return str(error)
+        return "not refused"
+
+    def keeps_signs(self) -> bool:
+        """Whether zeros below zero are exported as such where adapters add nothing: a digest sees the difference."""
+        engine = self.engine("llama", {}, *PEFT)
+        (weight,) = [
+            m.parameter for m in engine.model.parameters() if m.name.endswith("layers.0.mlp.linear_fc2.weight")
+        ]
+        weight.data.fill_(-0.0)
+        return bool(dict(engine.export_weights())["model.layers.0.mlp.down_proj.weight"].signbit().all())
+
     def reference(self, layout: dict[str, Any]) -> list[bool]:
         """Whether a frozen engine of a policy with adapters has none, and scores as the model without them."""
         words = [f"policy.megatron_cfg.{key}={value}" for key, value in layout.items()]
@@ -189,6 +206,8 @@ def run(job: LoraJob, outcome: dict[str, Any]) -> None:
     if job.world == 1:
         for model in MODELS:
             outcome[f"{model} peft"] = job.peft(model)
+        outcome["refused"] = job.refused("mixtral", *PEFT)
+        outcome["keeps signs"] = job.keeps_signs()
         outcome["load one"] = job.load_and_go_on("saved", "again-one", {}, *slow)
 
 

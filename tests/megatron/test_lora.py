@@ -105,3 +105,14 @@ def test_state_that_leaves_and_comes_back_is_saved_and_trained_as_if_it_had_stay
 
 def test_the_reference_policy_is_the_base_model(outcomes: Outcomes) -> None:
     assert outcomes.every("reference") == [[True, True, True]] * 2
+
+
+def test_experts_have_no_adapters(outcomes: Outcomes) -> None:
+    assert outcomes.every("refused") == [
+        "policy.megatron_cfg.peft.target_modules: linear_fc1 and linear_fc2 of experts cannot be adapted; for a model "
+        "with experts set it to [linear_qkv,linear_proj]"
+    ]
+
+
+def test_weights_that_nothing_is_added_to_keep_their_bits(outcomes: Outcomes) -> None:
+    assert outcomes.every("keeps signs") == [True]

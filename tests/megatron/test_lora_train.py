@@ -159,18 +159,3 @@ def test_policy_and_value_model_train_adapters_in_bf16_over_a_pipeline(
     export = ["ckpt", "export", str(run.at(4).folder), str(tmp_path / "value"), "--to", "peft", "--component", "value"]
     assert main(export) == 2
     assert "only a language model's adapters can be exported" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (("enabled=true", "peft.rank=4"), "rank is read only with enabled=true"),
-        (("peft.enabled=true",), "peft is read only with enabled=true"),
-        (("enabled=true", "peft.enabled=true", "peft.target_modules=[q_proj]"), "linear_qkv"),
-        (("enabled=true", "peft.enabled=true", "peft.target_modules=[]"), "target_modules is empty"),
-        (("enabled=true", "peft.enabled=true", "peft.rank=0"), "policy.megatron_cfg.peft.rank"),
-    ],
-)
-def test_what_does_not_fit_is_one_line(tmp_path: Path, overrides: tuple[str, ...], words: str) -> None:
-    (line,) = errors(Run(tmp_path, "grpo_tiny").train(*(f"{POLICY}.{override}" for override in overrides)))
-    assert words in line

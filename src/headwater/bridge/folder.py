@@ -27,7 +27,7 @@ class WeightFolder:
             with safe_open(path / "model.safetensors", "pt") as file:
                 files = dict.fromkeys(file.keys(), "model.safetensors")
         else:
-            raise UserError(f"{path} has no model.safetensors: the bridge to Megatron reads safetensors alone")
+            raise UserError(f"{path} has no model.safetensors: weights are read from safetensors files alone")
         self._files = files
 
     @property
