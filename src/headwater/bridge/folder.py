@@ -27,7 +27,7 @@ class WeightFolder:
             with safe_open(path / "model.safetensors", "pt") as file:
                 files = dict.fromkeys(file.keys(), "model.safetensors")
         else:
-            raise UserError(f"{path} has no model.safetensors: the bridge to Megatron reads safetensors alone")
+            raise UserError(f"{path} has no model.safetensors: weights are read from safetensors files alone")
         self._files = files
 
     @property
@@ -54,16 +54,31 @@ class OpenFolder:
         self._files = files
         self._opened = opened
 
+    @property
+    def names(self) -> list[str]:
+        """Of the tensors."""
+        return list(self._files)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor."""
+        return tuple(self._file_of(name).get_slice(name).get_shape())
+
+    def whole(self, name: str) -> torch.Tensor:
+        """A tensor, as it is stored."""
+        return self._file_of(name).get_tensor(name)
+
     def box(self, piece: Piece) -> torch.Tensor:
         """The piece's box. Raises UserError where the tensor has another shape than the piece says."""
-        file = self._opened.get(self._files[piece.name])
-        if file is None:
-            name = self._files[piece.name]
-            file = self._opened[name] = safe_open(self._path / name, "pt").__enter__()
-        stored = file.get_slice(piece.name)
+        stored = self._file_of(piece.name).get_slice(piece.name)
         if tuple(stored.get_shape()) != piece.global_shape:
             raise UserError(
                 f"{self._path}: {piece.name} has the shape {tuple(stored.get_shape())}, the model's configuration "
                 f"says {piece.global_shape}"
             )
         return stored[piece.index]
+
+    def _file_of(self, tensor: str) -> Any:
+        name = self._files[tensor]
+        if name not in self._opened:
+            self._opened[name] = safe_open(self._path / name, "pt").__enter__()
+        return self._opened[name]

@@ -1,7 +1,7 @@
 """A checkpoint as a Hugging Face model folder.
 
-Weights come from the checkpoint as they are stored, the tokenizer too; what describes the model, its configuration
-and generation defaults, is copied from the model's own folder.
+Weights come from the checkpoint as they are stored, the tokenizer too, and adapters are merged into the model's. What
+describes the model, its configuration and generation defaults, is copied from the model's own folder.
 """
 
 from __future__ import annotations
@@ -9,16 +9,19 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
-import yaml
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from headwater.bridge.folder import WeightFolder
+from headwater.checkpoint.adapters import adapted_matrices, recorded_config
 from headwater.checkpoint.dtypes import DTYPES
 from headwater.checkpoint.export import new_output, stored_bytes
+from headwater.checkpoint.export_peft import MergedWeights
 from headwater.checkpoint.reader import Checkpoint, ComponentReader, OnBytes
 from headwater.errors import BlockedError, UserError
 from headwater.models.resolve import model_identity, read_config, remote_code, resolve, shorten
@@ -43,26 +46,55 @@ def export_hf(
 ) -> int:
     """Write a component's weights as a folder for `AutoModelForCausalLM.from_pretrained`; returns their number.
 
-    model: folder of the model that was trained; nothing but its description is taken from it.
+    model: folder of the model that was trained; nothing but its description is taken from it, unless adapters were
+    trained: they are merged into its weights.
     on_bytes: called with the number of bytes read since the last call. One shard is in memory at a time.
     Raises UserError where the weights are not exactly those of the model, the checkpoint is corrupt, or `new_output`
     does. The names are checked without running code that ships with a model: for such a model, not at all.
     """
     reader = checkpoint.component(component)
-    names = _weights(checkpoint, reader, model)
-    with new_output(output, checkpoint, stored_bytes(reader, list(names.values()))) as folder:
-        _copy_description(model, folder, _common_dtype(reader, names))
-        _copy_tokenizer(checkpoint, model, folder)
-        try:
-            _write_weights(folder, reader, names, on_bytes, max_shard_bytes)
-        except SafetensorError as error:
-            raise UserError(f"{output}: cannot be written: {' '.join(str(error).split())}") from error
-    return len(names)
+    _require_identity(checkpoint, model)
+    with ExitStack() as reading:
+        if adapted_matrices(reader):
+            opened = reading.enter_context(WeightFolder(model).opened())
+            weights = MergedWeights(checkpoint, component, model, opened)
+            dtype = str(weights.dtype).removeprefix("torch.")
+        else:
+            weights = _StoredWeights(reader, _weights(checkpoint, reader, model))
+            dtype = _common_dtype(reader, weights.stored)
+        needed = sum(weights.size(name) for name in weights.names)
+        with new_output(output, checkpoint, needed) as folder:
+            _copy_description(model, folder, dtype)
+            _copy_tokenizer(checkpoint, model, folder)
+            try:
+                _write_weights(folder, weights, on_bytes, max_shard_bytes)
+            except SafetensorError as error:
+                raise UserError(f"{output}: cannot be written: {' '.join(str(error).split())}") from error
+            if isinstance(weights, MergedWeights):
+                weights.require_the_base()
+        return len(weights.names)
 
 
-def weights_bytes(checkpoint: Checkpoint, component: str) -> int:
+class _StoredWeights:
+    """Weights as the checkpoint has them. stored: the name there of each."""
+
+    def __init__(self, reader: ComponentReader, stored: Mapping[str, str]) -> None:
+        self._reader = reader
+        self.stored = stored
+        self.names = list(stored)
+
+    def size(self, name: str) -> int:
+        return stored_bytes(self._reader, [self.stored[name]])
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._reader.read(self.stored[name])
+
+
+def weights_bytes(checkpoint: Checkpoint, component: str, model: Path) -> int:
     """How many bytes an export reads, for a progress bar."""
     reader = checkpoint.component(component)
+    if adapted_matrices(reader):
+        return sum(file.stat().st_size for file in model.glob("model*.safetensors"))
     return stored_bytes(reader, [name for name in reader.names() if not name.startswith(_OPTIMIZER)])
 
 
@@ -94,19 +126,21 @@ def _configured(checkpoint: Checkpoint, component: str) -> tuple[str, bool]:
     entry = next((file for file in checkpoint.manifest.files if file.path == "config.yaml"), None)
     if entry is None:
         raise UserError(f"{checkpoint.folder} has no config.yaml that names its model: give --model MODEL")
-    try:
-        section = yaml.safe_load(checkpoint.read_file(entry))[component]
-        return str(section["model_name"]), section.get("trust_remote_code") is True
-    except (yaml.YAMLError, LookupError, TypeError, AttributeError):
+    section = recorded_config(checkpoint, component)
+    if "model_name" not in section:
         where = checkpoint.folder / entry.path
-        raise UserError(f"{where} has no {component}.model_name: give --model MODEL") from None
+        raise UserError(f"{where} has no {component}.model_name: give --model MODEL")
+    return str(section["model_name"]), section.get("trust_remote_code") is True
+
+
+def _require_identity(checkpoint: Checkpoint, model: Path) -> None:
+    identity, given = checkpoint.manifest.model_identity, model_identity(model)
+    if identity not in (given, _UNKNOWN_MODEL):
+        raise UserError(f"{checkpoint.folder} is a checkpoint of {identity}, {model} is {given}: give its own model")
 
 
 def _weights(checkpoint: Checkpoint, reader: ComponentReader, model: Path) -> dict[str, str]:
     """The name in the checkpoint of each weight, by its name in the model. Raises UserError if they do not fit."""
-    identity, given = checkpoint.manifest.model_identity, model_identity(model)
-    if identity not in (given, _UNKNOWN_MODEL):
-        raise UserError(f"{checkpoint.folder} is a checkpoint of {identity}, {model} is {given}: give its own model")
     stored = {name: reader.boxes(name)[0].global_shape for name in reader.names() if not name.startswith(_OPTIMIZER)}
     if remote_code(model):
         return {name: name for name in stored}
@@ -161,12 +195,12 @@ def _copy_tokenizer(checkpoint: Checkpoint, model: Path, folder: Path) -> None:
 
 
 def _write_weights(
-    folder: Path, reader: ComponentReader, names: Mapping[str, str], on_bytes: OnBytes | None, max_shard_bytes: int
+    folder: Path, weights: _StoredWeights | MergedWeights, on_bytes: OnBytes | None, max_shard_bytes: int
 ) -> None:
     shards: list[list[str]] = [[]]
     sizes = [0]
-    for name in names:
-        size = stored_bytes(reader, [names[name]])
+    for name in weights.names:
+        size = weights.size(name)
         if shards[-1] and sizes[-1] + size > max_shard_bytes:
             shards.append([])
             sizes.append(0)
@@ -182,7 +216,7 @@ def _write_weights(
     for file, shard in zip(files, shards, strict=True):
         tensors: dict[str, torch.Tensor] = {}
         for name in shard:
-            tensors[name] = reader.read(names[name])
+            tensors[name] = weights.read(name)
             if on_bytes:
                 on_bytes(tensors[name].nbytes)
         save_file(tensors, folder / file, metadata={"format": "pt"})

@@ -49,9 +49,10 @@ def add_parser(subparsers: Any) -> None:
     export = commands.add_parser("export", help="write a checkpoint in another format")
     export.add_argument("ckpt", metavar="CKPT", help=_CKPT_HELP)
     export.add_argument("output", metavar="OUTPUT", help="folder to make; it must not exist, or be empty")
-    export.add_argument("--to", choices=("hf", "dcp"), required=True, help="a Hugging Face model, or torch DCP")
+    formats = "a Hugging Face model (adapters merged), torch DCP, or adapters alone for PEFT"
+    export.add_argument("--to", choices=("hf", "dcp", "peft"), required=True, help=formats)
     export.add_argument("--component", default="policy", help="which part of the checkpoint (default: policy)")
-    export.add_argument("--model", help="hf: the model trained, for its config.json (default: the run's model_name)")
+    export.add_argument("--model", help="hf, peft: the model trained (default: the run's model_name)")
     export.set_defaults(run=run_export)
     freshness.add_parser(commands)
 
@@ -160,15 +161,18 @@ def run_diff(args: argparse.Namespace) -> int:
 
 
 def run_export(args: argparse.Namespace) -> int:
-    """Write a checkpoint as a Hugging Face or a torch DCP folder: 0 if it is there, whole."""
+    """Write a checkpoint as a Hugging Face, torch DCP or PEFT folder: 0 if it is there, whole."""
     from headwater.checkpoint.export import export_dcp, stored_bytes
     from headwater.checkpoint.export_hf import export_hf, trained_model, weights_bytes
+    from headwater.checkpoint.export_peft import export_peft
 
     checkpoint, output = _open(args.ckpt), Path(args.output).expanduser()
     if args.to == "hf":
         model = trained_model(checkpoint, args.component, args.model)
-        with _progress("exporting", weights_bytes(checkpoint, args.component)) as advance:
+        with _progress("exporting", weights_bytes(checkpoint, args.component, model)) as advance:
             count = export_hf(checkpoint, args.component, output, model, advance)
+    elif args.to == "peft":
+        count = export_peft(checkpoint, args.component, output, args.model)
     else:
         if args.model is not None:
             raise UserError("--model is for --to hf: a torch DCP folder describes no model")

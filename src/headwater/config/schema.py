@@ -23,6 +23,8 @@ _RANKING_TAGS = (
     names.VALIDATION_AVG_LENGTH,
 )
 
+AdaptedModule = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+
 
 class TokenizerConfig(Strict):
     name: str | None = None
@@ -105,6 +107,37 @@ class DistributedDataParallelConfig(Strict):
     """Keep and add up gradients in fp32; false does so in the model's precision, in half the memory under bfloat16."""
 
 
+class PeftConfig(Strict):
+    """LoRA (Hu et al., 2021): the model's own weights stay as they are, and small matrices beside them are trained."""
+
+    enabled: bool = False
+    """Train adapters alone."""
+    rank: PositiveInt = 8
+    """Width of the adapters."""
+    alpha: PositiveFloat = 16.0
+    """What an adapter adds is scaled by alpha / rank."""
+    target_modules: list[AdaptedModule] = Field(default=["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"])
+    """Which layers have adapters, by Megatron's names: of attention its queries, keys and values (linear_qkv) and its
+    output (linear_proj), of feed-forward layers gate and up (linear_fc1), and down (linear_fc2)."""
+
+    @model_validator(mode="after")
+    def _is_read(self) -> PeftConfig:
+        if not self.target_modules:
+            raise ValueError("target_modules is empty: name a module, or set enabled=false")
+        if len(set(self.target_modules)) < len(self.target_modules):
+            raise ValueError("target_modules names a module twice")
+        changed = _changed(self)
+        if changed and not self.enabled:
+            raise ValueError(f"{', '.join(changed)} is read only with enabled=true")
+        return self
+
+
+def _changed(group: Strict) -> list[str]:
+    """Keys besides `enabled` that are not at their default."""
+    fields = type(group).model_fields
+    return [key for key, field in fields.items() if key != "enabled" and getattr(group, key) != field.default]
+
+
 class MegatronConfig(Strict):
     """Training by megatron-core in place of the torch backend; needs the extra `megatron`."""
 
@@ -133,6 +166,8 @@ class MegatronConfig(Strict):
     distributed_data_parallel_config: DistributedDataParallelConfig = DistributedDataParallelConfig()
     clear_memory_caches_before_refit: bool = False
     """Give device memory that torch keeps for itself back before weights go to the generator."""
+    peft: PeftConfig = PeftConfig()
+    """Train adapters in place of the weights."""
 
     @model_validator(mode="after")
     def _parts_need_ranks(self) -> MegatronConfig:
@@ -140,8 +175,7 @@ class MegatronConfig(Strict):
             raise ValueError("sequence_parallel needs tensor_model_parallel_size above 1")
         if self.virtual_pipeline_model_parallel_size and self.pipeline_model_parallel_size == 1:
             raise ValueError("virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size above 1")
-        fields = MegatronConfig.model_fields
-        changed = [key for key, field in fields.items() if key != "enabled" and getattr(self, key) != field.default]
+        changed = _changed(self)
         if changed and not self.enabled:
             raise ValueError(f"{', '.join(changed)} is read only with enabled=true")
         return self

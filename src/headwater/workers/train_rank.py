@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
+from headwater.checkpoint.adapters import recorded_peft
 from headwater.checkpoint.digest import digest, digest_bytes
 from headwater.checkpoint.manager import CheckpointManager, News
 from headwater.checkpoint.ranks import Ranks
@@ -154,7 +155,8 @@ class TrainRank:
     def load(self, optim_steps: Mapping[str, int], metric_history: Mapping[str, float]) -> None:
         """Go on from the newest checkpoint. optim_steps: taken until then, by component.
 
-        Raises UserError where it holds other components than are trained, or other tensors than they have.
+        Raises UserError where it holds other components than are trained, other tensors than they have, or other
+        adapters.
         """
         checkpoint = self._checkpoint
         assert checkpoint is not None
@@ -164,6 +166,7 @@ class TrainRank:
                 f"{' and '.join(sorted(self._engines))}: choose a new checkpointing.checkpoint_dir"
             )
         for name, engine in self._engines.items():
+            _require_same_adapters(checkpoint, name, self._config)
             engine.load_chunks(checkpoint.component(name))
             assert engine.optimizer is not None
             engine.optimizer.steps = optim_steps[name]
@@ -344,6 +347,26 @@ def _require_the_same(checkpoint: Checkpoint | None, world: int) -> None:
             f"ranks do not see the same newest checkpoint ({seen}): checkpointing.checkpoint_dir must be a folder that "
             "all nodes share; if it is, start again once its listing is up to date on all"
         )
+
+
+def _require_same_adapters(checkpoint: Checkpoint, component: str, config: Config) -> None:
+    """Raises UserError where the checkpoint's run trained other adapters than this one, or one of both trains none."""
+    engine = config.value if component == "value" else config.policy
+    assert engine is not None
+    peft = engine.megatron_cfg.peft
+    then, now = recorded_peft(checkpoint, component), peft.model_dump() if peft.enabled else None
+    if _in_words(then) != _in_words(now):
+        raise UserError(
+            f"{checkpoint.folder} holds {_in_words(then)} of the {component}, this run trains {_in_words(now)}: set "
+            f"{component}.megatron_cfg.peft as it was, or choose a new checkpointing.checkpoint_dir"
+        )
+
+
+def _in_words(peft: Mapping[str, Any] | None) -> str:
+    if peft is None:
+        return "whole weights"
+    targets = ", ".join(sorted(peft["target_modules"]))
+    return f"adapters (rank {peft['rank']}, alpha {peft['alpha']:g}, on {targets})"
 
 
 def _device(config: Config) -> torch.device:

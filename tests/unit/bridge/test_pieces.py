@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from headwater.bridge.adapters import with_adapters
 from headwater.bridge.family import ParameterMap
 from headwater.bridge.folder import WeightFolder
 from headwater.bridge.pieces import Dimensions, Piece, Place, Slot, padded_vocabulary
@@ -114,3 +115,47 @@ def test_a_box_is_read_and_a_tensor_of_another_shape_refused(tmp_path: Path) -> 
 def test_keys_of_megatron_need_it_enabled() -> None:
     with pytest.raises(UserError, match="tensor_model_parallel_size is read only with enabled=true"):
         load_config("grpo_tiny", ["policy.megatron_cfg.tensor_model_parallel_size=2"])
+
+
+def adapter_pieces(parameter: str, rank: int) -> list[Piece]:
+    (llama,) = [family for family in FAMILIES if family.name == "llama"]
+    family = with_adapters(llama, ["linear_qkv", "linear_fc2"], rank=2)
+    return ParameterMap(family, DIMS, Place(Slot(2, rank))).pieces(f"decoder.layers.5.{parameter}")
+
+
+def test_adapters_of_stacked_matrices_have_an_a_each_and_rows_of_b_as_the_matrix_has() -> None:
+    (a,) = adapter_pieces("self_attention.linear_qkv.adapter.lora_A.1", 1)
+    assert (a.name, a.global_shape) == ("model.layers.5.self_attn.k_proj.lora_A.weight", (2, 6))
+    assert (a.offset, a.shape, a.saved) == ((0, 0), (2, 6), False)  # rank 0 of the two saves it
+    b = adapter_pieces("self_attention.linear_qkv.adapter.lora_B", 1)
+    assert [(p.name.split(".")[4], p.offset, p.shape, p.row) for p in b] == [
+        ("q_proj", (6, 0), (6, 2), 0),
+        ("k_proj", (3, 0), (3, 2), 6),
+        ("v_proj", (3, 0), (3, 2), 9),
+    ]
+    assert all(p.name.endswith("_proj.lora_B.weight") and p.saved for p in b)
+
+
+def test_adapters_of_a_matrix_cut_by_columns_have_their_a_cut() -> None:
+    (a,) = adapter_pieces("mlp.linear_fc2.adapter.lora_A.0", 1)
+    assert (a.name, a.global_shape) == ("model.layers.5.mlp.down_proj.lora_A.weight", (2, 8))
+    assert (a.offset, a.shape, a.saved) == ((0, 4), (2, 4), True)
+    (b,) = adapter_pieces("mlp.linear_fc2.adapter.lora_B", 1)
+    assert (b.global_shape, b.shape, b.saved) == ((6, 2), (6, 2), False)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("enabled=true", "peft.rank=4"), "policy.megatron_cfg.peft: rank is read only with enabled=true"),
+        (("peft.enabled=true",), "policy.megatron_cfg: peft is read only with enabled=true"),
+        (("enabled=true", "peft.enabled=true", "peft.target_modules=[q_proj]"), "linear_qkv"),
+        (("enabled=true", "peft.enabled=true", "peft.target_modules=[]"), "target_modules is empty"),
+        (("enabled=true", "peft.enabled=true", "peft.rank=0"), "policy.megatron_cfg.peft.rank"),
+    ],
+)
+def test_settings_of_adapters_that_cannot_be_are_one_line(overrides: tuple[str, ...], words: str) -> None:
+    with pytest.raises(UserError) as raised:
+        load_config("grpo_tiny", [f"policy.megatron_cfg.{override}" for override in overrides])
+    assert words in str(raised.value)
+    assert len(str(raised.value).splitlines()) == 1

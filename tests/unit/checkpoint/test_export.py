@@ -94,7 +94,7 @@ def test_hf_loads_equal_tensor_by_tensor_in_the_stored_dtype(
     read: list[int] = []
     assert export_hf(checkpoint, "policy", output, tiny_model, read.append) == len(expected)
     assert_equal(loaded(output), expected)
-    assert sum(read) == weights_bytes(checkpoint, "policy")
+    assert sum(read) == weights_bytes(checkpoint, "policy", tiny_model)
     tokenizer = AutoTokenizer.from_pretrained(output, local_files_only=True)
     assert tokenizer.encode("water") == load_tokenizer(tiny_model).encode("water")
     assert tokenizer.chat_template == load_tokenizer(tiny_model).chat_template
@@ -111,7 +111,7 @@ def test_hf_is_cut_into_shards_with_an_index_above_the_limit(checkpoint: Checkpo
     for name, file in index["weight_map"].items():
         with safe_open(output / file, "pt") as shard:
             assert name in shard.keys()  # noqa: SIM118
-    assert index["metadata"]["total_size"] == weights_bytes(checkpoint, "policy")
+    assert index["metadata"]["total_size"] == weights_bytes(checkpoint, "policy", tiny_model)
     assert_equal(loaded(output), weights(tiny_model))
 
 

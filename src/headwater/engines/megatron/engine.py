@@ -23,11 +23,12 @@ from headwater.config.schema import EngineConfig, PolicyConfig
 from headwater.data.packing import PackedBatch, pack, padded
 from headwater.data.types import TrainSequence
 from headwater.engines.base import ForwardBackward, LossFn, OptimStep
+from headwater.engines.megatron.lora import check_targets
 from headwater.engines.megatron.microbatches import Microbatch, cut
 from headwater.engines.megatron.model import build, check_sizes, folder_config, initialize
 from headwater.engines.megatron.offload import StorageParking
 from headwater.engines.megatron.optimizer import MegatronAdam
-from headwater.engines.megatron.state import optimizer_chunks, weight_chunks
+from headwater.engines.megatron.state import optimizer_bytes, optimizer_chunks, weight_chunks
 from headwater.engines.megatron.weights import Exporter, load_weights
 from headwater.engines.torch.engine import DTYPES, OFFLOADED
 from headwater.engines.torch.logprobs import VocabShard, selected_logprobs
@@ -41,7 +42,8 @@ class MegatronEngine:
     """`TrainEngine` over megatron-core; see `engines.base` for the meaning of each method.
 
     All ranks make the engine and call each of its methods together, with the same arguments, except `state_chunks`.
-    model_path: a local Hugging Face folder. A frozen engine (`trainable=False`) has no optimizer and only scores.
+    model_path: a local Hugging Face folder. A frozen engine (`trainable=False`) has no optimizer and only scores; it is
+    the base model where adapters are trained.
     """
 
     group = "policy"
@@ -65,8 +67,11 @@ class MegatronEngine:
         hf_config = folder_config(model_path, config.trust_remote_code)
         self.family = find_family(hf_config, megatron.converter_type)
         check_sizes(self.family.dims(hf_config), hf_config, megatron, self.group)
+        check_targets(self.family.dims(hf_config), megatron.peft, self.group)
         initialize(megatron)
-        self.model = build(self.family, hf_config, megatron, DTYPES[config.precision], values=self._gives_values)
+        peft = megatron.peft if trainable and megatron.peft.enabled else None
+        dtype = DTYPES[config.precision]
+        self.model = build(self.family, hf_config, megatron, dtype, values=self._gives_values, peft=peft)
         for chunk in self.model.chunks:
             chunk.to(device)
             _sample_head_alone(chunk)
@@ -96,12 +101,7 @@ class MegatronEngine:
     def checkpoint_bytes(self) -> int:
         """What this rank's tensors of a checkpoint take, the moments included that the first step makes."""
         total = sum(chunk.tensor.nbytes for chunk in weight_chunks(self.model, self._weights.view, copies=False))
-        for mapped in self.model.parameters() if self.optimizer is not None else ():
-            assert self.optimizer is not None
-            begin, end, _ = self.optimizer.shard(mapped.parameter)
-            if not mapped.tied_copy and (self.optimizer.is_distributed or mapped.owned):
-                total += (end - begin) * (8 if mapped.parameter.dtype == torch.float32 else 12)
-        return total
+        return total if self.optimizer is None else total + optimizer_bytes(self.model, self.optimizer)
 
     @property
     def num_trainable_parameters(self) -> int:

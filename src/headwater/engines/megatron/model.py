@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,17 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from headwater.bridge.adapters import with_adapters
 from headwater.bridge.family import Family, ParameterMap, head_size
 from headwater.bridge.pieces import Copied, Dimensions, Piece, Place, Slot, padded_vocabulary
-from headwater.config.schema import MegatronConfig
+from headwater.config.schema import MegatronConfig, PeftConfig
+from headwater.engines.megatron.lora import Adapter, add_adapters
 from headwater.engines.megatron.modules import MaskedAttention, MegatronValueHead, RMSNorm, RotaryAtPositions
 from headwater.engines.torch.value import HEAD_NAME
 from headwater.errors import UserError
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+_ADAPTER = ".adapter."
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class MappedParameter:
     """A parameter of this rank. name: with layers and experts numbered over the whole model.
 
     owned: whether this rank is the one of its data-parallel group that saves and exports it. tied_copy: of an embedding
-    that stands on another pipeline stage.
+    that stands on another pipeline stage. adapter: of the layer whose weight it is, None where that has none.
     """
 
     name: str
@@ -38,6 +41,12 @@ class MappedParameter:
     pieces: list[Piece]
     owned: bool
     tied_copy: bool
+    adapter: Adapter | None
+
+    @property
+    def is_of_adapter(self) -> bool:
+        """Whether it is part of an adapter: no weight of the base model."""
+        return _ADAPTER in self.name
 
 
 @dataclass(frozen=True)
@@ -65,7 +74,9 @@ class MegatronModel:
                 tied = name == OUTPUT and chunk.share_embeddings_and_output_weights
                 pieces = self.map.pieces(EMBEDDING if tied else name)
                 owned = (is_first_of_expert if ".local_experts." in name else is_first) and not tied
-                found.append(MappedParameter(name, parameter, pieces, owned, tied))
+                module, _, kind = local.rpartition(".")
+                adapter = getattr(chunk.get_submodule(module), "adapter", None) if kind == "weight" else None
+                found.append(MappedParameter(name, parameter, pieces, owned, tied, adapter))
         return found
 
 
@@ -92,11 +103,18 @@ def global_name(chunk: Any, name: str, experts: int) -> str:
 
 
 def build(
-    family: Family, hf_config: Any, megatron: MegatronConfig, dtype: torch.dtype, *, values: bool = False
+    family: Family,
+    hf_config: Any,
+    megatron: MegatronConfig,
+    dtype: torch.dtype,
+    *,
+    values: bool = False,
+    peft: PeftConfig | None = None,
 ) -> MegatronModel:
     """Not initialized. hf_config: a transformers configuration, for which `check_sizes` found nothing wrong.
 
-    values: with a head of one output in place of the language model's.
+    values: with a head of one output in place of the language model's. peft: adapters that are trained, while all but
+    such a head is frozen; those are initialized.
 
     Raises UserError for an embedding of positions that is not mapped.
     """
@@ -107,6 +125,10 @@ def build(
     tied = hf_config.tie_word_embeddings and not values
     stages = range(virtual) if virtual else (None,)
     chunks = [_chunk(config, dims, hf_config, place, stage, tied=tied) for stage in stages]
+    if peft is not None:
+        family = with_adapters(family, peft.target_modules, peft.rank)
+        for chunk in chunks:
+            chunk.requires_grad_(False)
     if values:
         family = with_value_head(family)
         for chunk in chunks:
@@ -114,6 +136,8 @@ def build(
                 chunk.output_layer = MegatronValueHead(dims.hidden)
     model = MegatronModel(chunks, config, dims, ParameterMap(family, dims, place))
     for chunk in chunks:
+        if peft is not None:
+            add_adapters(chunk, partial(global_name, chunk, experts=dims.experts), model.map, peft)
         named = {global_name(chunk, name, dims.experts): parameter for name, parameter in chunk.named_parameters()}
         model.map.check({name: tuple(parameter.shape) for name, parameter in named.items()})
         for name, parameter in named.items():

@@ -21,8 +21,10 @@ Where = Callable[[torch.Tensor], torch.Tensor]
 
 
 def weight_chunks(model: MegatronModel, where: Where, *, copies: bool) -> Iterator[Chunk]:
-    """where: of a tensor that may be away. copies: also those that another rank saves."""
+    """Of what is trained. where: of a tensor that may be away. copies: also those that another rank saves."""
     for mapped in model.parameters():
+        if not mapped.parameter.requires_grad:
+            continue
         for piece in mapped.pieces:
             if copies or (mapped.owned and piece.saved):
                 rows = where(mapped.parameter.detach())[piece.rows]
@@ -34,8 +36,7 @@ def optimizer_chunks(model: MegatronModel, optimizer: MegatronAdam, where: Where
     for mapped in model.parameters():
         begin, end, states = optimizer.shard(mapped.parameter)
         for piece in mapped.pieces:
-            saved = piece.saved and not mapped.tied_copy and (optimizer.is_distributed or mapped.owned)
-            if not (saved or copies):
+            if not (copies or _is_saved(mapped, piece, optimizer)):
                 continue
             for key, values in states.items():
                 if key != "step":
@@ -43,6 +44,23 @@ def optimizer_chunks(model: MegatronModel, optimizer: MegatronAdam, where: Where
                     yield from _boxes(f"{STATE_PREFIX}{key}.{piece.name}", held, mapped, piece, begin, end)
                 elif copies or (begin <= _first(mapped, piece) < end and not any(piece.offset)):
                     yield Chunk.whole(f"{STATE_PREFIX}step.{piece.name}", where(values.detach()))
+
+
+def optimizer_bytes(model: MegatronModel, optimizer: MegatronAdam) -> int:
+    """What masters and moments take that this rank saves, once the first step has made them."""
+    total = 0
+    for mapped in model.parameters():
+        begin, end, _ = optimizer.shard(mapped.parameter)
+        for piece in mapped.pieces:
+            if _is_saved(mapped, piece, optimizer):
+                first = _first(mapped, piece)
+                held = max(0, min(end, first + math.prod(piece.shape)) - max(begin, first))
+                total += held * (8 if mapped.parameter.dtype == torch.float32 else 12)
+    return total
+
+
+def _is_saved(mapped: MappedParameter, piece: Piece, optimizer: MegatronAdam) -> bool:
+    return piece.saved and not mapped.tied_copy and (optimizer.is_distributed or mapped.owned)
 
 
 def _first(mapped: MappedParameter, piece: Piece) -> int:

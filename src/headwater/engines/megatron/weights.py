@@ -15,7 +15,7 @@ import torch.distributed as dist
 from headwater.bridge.folder import WeightFolder
 from headwater.bridge.pieces import Piece
 from headwater.checkpoint.write_request import listed
-from headwater.engines.megatron.model import MegatronModel
+from headwater.engines.megatron.model import MappedParameter, MegatronModel
 from headwater.engines.torch.parallel import put_together
 from headwater.engines.torch.value import HEAD_NAME
 from headwater.errors import UserError
@@ -39,7 +39,7 @@ def load_weights(model: MegatronModel, path: Path, *, needs_head: bool) -> None:
     check_coverage(boxes, stored, str(path))
     with folder.opened() as opened:
         for mapped in model.parameters():
-            if mapped.pieces and mapped.pieces[0].name.startswith(HEAD_NAME):
+            if mapped.is_of_adapter or (mapped.pieces and mapped.pieces[0].name.startswith(HEAD_NAME)):
                 continue
             mapped.parameter.data.zero_()  # rows of tokens that there are none of
             for piece in mapped.pieces:
@@ -48,8 +48,9 @@ def load_weights(model: MegatronModel, path: Path, *, needs_head: bool) -> None:
 
 
 def _all_boxes(model: MegatronModel) -> list[Piece]:
-    """Of all ranks, each box once for each rank that owns it."""
-    own = [piece for mapped in model.parameters() if mapped.owned for piece in mapped.pieces if piece.saved]
+    """Of all ranks' weights, each box once for each rank that owns it."""
+    weights = [mapped for mapped in model.parameters() if mapped.owned and not mapped.is_of_adapter]
+    own = [piece for mapped in weights for piece in mapped.pieces if piece.saved]
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, own)
     return [piece for of_rank in of_ranks for piece in of_rank]
@@ -92,7 +93,7 @@ class Exporter:
         own = {
             piece.name: _Global(piece.name, piece.global_shape, mapped.parameter.dtype)
             for mapped in model.parameters()
-            if mapped.owned
+            if mapped.owned and not mapped.is_of_adapter
             for piece in mapped.pieces
         }
         of_ranks: list[Any] = [None] * dist.get_world_size()
@@ -108,12 +109,15 @@ class Exporter:
 
     @torch.no_grad()
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and whole tensors, layers in order. At most one bucket, or one tensor, more than the model is held."""
-        own: dict[str, list[tuple[Piece, torch.Tensor]]] = {}
+        """Names and whole tensors, adapters merged into them, layers in order.
+
+        At most one bucket, or one tensor, more than the model is held.
+        """
+        own: dict[str, list[tuple[Piece, MappedParameter]]] = {}
         for mapped in self._model.parameters():
             for piece in mapped.pieces if mapped.owned else ():
                 if piece.saved:
-                    own.setdefault(piece.name, []).append((piece, mapped.parameter.detach()[piece.rows]))
+                    own.setdefault(piece.name, []).append((piece, mapped))
         device = next(self._model.chunks[0].parameters()).device
         for bucket in self._buckets:
             places = [0]
@@ -125,11 +129,17 @@ class Exporter:
                 for begin, one in zip(places, bucket, strict=False)
             ]
             for one, tensor in zip(bucket, whole, strict=True):
-                for piece, rows in own.get(one.name, ()):
-                    tensor[piece.index] = rows.view(piece.shape)
+                for piece, mapped in own.get(one.name, ()):
+                    tensor[piece.index] = _merged(mapped, piece.rows).view(piece.shape)
             if dist.get_world_size() > 1:
                 put_together(flat)
             yield from zip((one.name for one in bucket), whole, strict=True)
+
+
+def _merged(mapped: MappedParameter, rows: slice) -> torch.Tensor:
+    """Rows of a weight, its adapter in them."""
+    weight = mapped.parameter.detach()
+    return weight[rows] if mapped.adapter is None else mapped.adapter.merged(weight, rows)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
