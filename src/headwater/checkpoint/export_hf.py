@@ -6,25 +6,21 @@ and generation defaults, is copied from the model's own folder.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import torch
 import yaml
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from headwater.checkpoint.dtypes import DTYPES
 from headwater.checkpoint.export import new_output, stored_bytes
 from headwater.checkpoint.reader import Checkpoint, ComponentReader, OnBytes
+from headwater.checkpoint.weight_files import MAX_SHARD_BYTES, Weight, write_json, write_weights
 from headwater.errors import BlockedError, UserError
 from headwater.models.resolve import model_identity, read_config, remote_code, resolve, shorten
 from headwater.models.weights import WeightShapes, weight_shapes
 
-MAX_SHARD_BYTES = 5_000_000_000
 _OPTIMIZER = "optimizer."
 _UNKNOWN_MODEL = "unknown"
 # What a state dict's weights may be called by: as they are, or under {"model": ...}, as FSDP programs save them.
@@ -44,19 +40,18 @@ def export_hf(
     """Write a component's weights as a folder for `AutoModelForCausalLM.from_pretrained`; returns their number.
 
     model: folder of the model that was trained; nothing but its description is taken from it.
-    on_bytes: called with the number of bytes read since the last call. One shard is in memory at a time.
+    on_bytes: called with the number of bytes read since the last call. One tensor at a time is in memory.
     Raises UserError where the weights are not exactly those of the model, the checkpoint is corrupt, or `new_output`
     does. The names are checked without running code that ships with a model: for such a model, not at all.
     """
     reader = checkpoint.component(component)
     names = _weights(checkpoint, reader, model)
-    with new_output(output, checkpoint, stored_bytes(reader, list(names.values()))) as folder:
-        _copy_description(model, folder, _common_dtype(reader, names))
+    boxes = {name: reader.boxes(stored)[0] for name, stored in names.items()}
+    weights = {name: Weight(box.dtype, box.global_shape) for name, box in boxes.items()}
+    with new_output(output, checkpoint.folder, stored_bytes(reader, list(names.values()))) as folder:
+        copy_description(model, folder, weights.values())
         _copy_tokenizer(checkpoint, model, folder)
-        try:
-            _write_weights(folder, reader, names, on_bytes, max_shard_bytes)
-        except SafetensorError as error:
-            raise UserError(f"{output}: cannot be written: {' '.join(str(error).split())}") from error
+        write_weights(folder, weights, _tensors(reader, names, on_bytes), max_shard_bytes)
     return len(names)
 
 
@@ -64,6 +59,16 @@ def weights_bytes(checkpoint: Checkpoint, component: str) -> int:
     """How many bytes an export reads, for a progress bar."""
     reader = checkpoint.component(component)
     return stored_bytes(reader, [name for name in reader.names() if not name.startswith(_OPTIMIZER)])
+
+
+def _tensors(
+    reader: ComponentReader, names: Mapping[str, str], on_bytes: OnBytes | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, stored in names.items():
+        tensor = reader.read(stored)
+        if on_bytes:
+            on_bytes(tensor.nbytes)
+        yield name, tensor
 
 
 def trained_model(checkpoint: Checkpoint, component: str, name: str | None) -> Path:
@@ -78,6 +83,11 @@ def trained_model(checkpoint: Checkpoint, component: str, name: str | None) -> P
     if name is None:
         name, trusted = _configured(checkpoint, component)
         remedy = f" ({component}.model_name of the run; --model MODEL names another place of it)"
+    return local_model(name, trusted, remedy)
+
+
+def local_model(name: str, trusted: bool = False, remedy: str = "") -> Path:
+    """The folder of a model by its name. remedy: added to what is said where there is none. See `trained_model`."""
     folder = Path(name).expanduser()
     if (folder / "config.json").is_file():
         return folder
@@ -104,9 +114,7 @@ def _configured(checkpoint: Checkpoint, component: str) -> tuple[str, bool]:
 
 def _weights(checkpoint: Checkpoint, reader: ComponentReader, model: Path) -> dict[str, str]:
     """The name in the checkpoint of each weight, by its name in the model. Raises UserError if they do not fit."""
-    identity, given = checkpoint.manifest.model_identity, model_identity(model)
-    if identity not in (given, _UNKNOWN_MODEL):
-        raise UserError(f"{checkpoint.folder} is a checkpoint of {identity}, {model} is {given}: give its own model")
+    require_own_model(checkpoint, model)
     stored = {name: reader.boxes(name)[0].global_shape for name in reader.names() if not name.startswith(_OPTIMIZER)}
     if remote_code(model):
         return {name: name for name in stored}
@@ -118,6 +126,13 @@ def _weights(checkpoint: Checkpoint, reader: ComponentReader, model: Path) -> di
     return {name: prefix + name for name in expected.required}
 
 
+def require_own_model(checkpoint: Checkpoint, model: Path) -> None:
+    """Raise UserError for a checkpoint of another model, as far as it says of which it is."""
+    identity, given = checkpoint.manifest.model_identity, model_identity(model)
+    if identity not in (given, _UNKNOWN_MODEL):
+        raise UserError(f"{checkpoint.folder} is a checkpoint of {identity}, {model} is {given}: give its own model")
+
+
 def _misfits(stored: Mapping[str, tuple[int, ...]], expected: WeightShapes) -> str:
     missing = [name for name in expected.required if name not in stored]
     extra = [name for name in stored if name not in expected.all]
@@ -126,21 +141,21 @@ def _misfits(stored: Mapping[str, tuple[int, ...]], expected: WeightShapes) -> s
     return "; ".join(f"{what} {shorten(names)}" for what, names in found if names)
 
 
-def _common_dtype(reader: ComponentReader, names: Mapping[str, str]) -> str | None:
+def _common_dtype(weights: Iterable[Weight]) -> str | None:
     """torch's name of the dtype that most weights have: what transformers loads them in by default."""
     counts: Counter[torch.dtype] = Counter()
-    for name in names.values():
-        box = reader.boxes(name)[0]
-        if DTYPES[box.dtype].is_floating_point:
-            counts[DTYPES[box.dtype]] += torch.Size(box.global_shape).numel()
+    for weight in weights:
+        if DTYPES[weight.dtype].is_floating_point:
+            counts[DTYPES[weight.dtype]] += weight.numel
     return str(counts.most_common(1)[0][0]).removeprefix("torch.") if counts else None
 
 
-def _copy_description(model: Path, folder: Path, dtype: str | None) -> None:
-    config = read_config(model)
+def copy_description(model: Path, folder: Path, weights: Iterable[Weight]) -> None:
+    """What describes a model, but for its tokenizer, with the dtype that most weights have."""
+    config, dtype = read_config(model), _common_dtype(weights)
     if dtype is not None:
         config["dtype" if "dtype" in config else "torch_dtype"] = dtype
-    _write_json(folder / "config.json", config)
+    write_json(folder / "config.json", config)
     extra = [model / "generation_config.json", *(sorted(model.glob("*.py")) if remote_code(model) else [])]
     for path in extra:
         if path.is_file():
@@ -156,39 +171,10 @@ def _copy_tokenizer(checkpoint: Checkpoint, model: Path, folder: Path) -> None:
         with open(path, "xb") as file:  # never over the configuration
             file.write(checkpoint.read_file(entry))
     if not entries:
-        for path in {path for pattern in _TOKENIZER_FILES for path in model.glob(pattern) if path.is_file()}:
-            (folder / path.name).write_bytes(path.read_bytes())
+        copy_tokenizer(model, folder)
 
 
-def _write_weights(
-    folder: Path, reader: ComponentReader, names: Mapping[str, str], on_bytes: OnBytes | None, max_shard_bytes: int
-) -> None:
-    shards: list[list[str]] = [[]]
-    sizes = [0]
-    for name in names:
-        size = stored_bytes(reader, [names[name]])
-        if shards[-1] and sizes[-1] + size > max_shard_bytes:
-            shards.append([])
-            sizes.append(0)
-        shards[-1].append(name)
-        sizes[-1] += size
-    files = ["model.safetensors"]
-    if len(shards) > 1:
-        files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-        weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
-        _write_json(
-            folder / "model.safetensors.index.json", {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
-        )
-    for file, shard in zip(files, shards, strict=True):
-        tensors: dict[str, torch.Tensor] = {}
-        for name in shard:
-            tensors[name] = reader.read(names[name])
-            if on_bytes:
-                on_bytes(tensors[name].nbytes)
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        # safetensors makes files that nobody else can read.
-        (folder / file).chmod((folder / "config.json").stat().st_mode & 0o777)
-
-
-def _write_json(path: Path, content: Any) -> None:
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+def copy_tokenizer(model: Path, folder: Path) -> None:
+    """A model's tokenizer."""
+    for path in {path for pattern in _TOKENIZER_FILES for path in model.glob(pattern) if path.is_file()}:
+        (folder / path.name).write_bytes(path.read_bytes())
