@@ -78,24 +78,50 @@ def export(job: Job, model: str) -> None:
 
 
 def load(job: Job, model: str, layout: str, precision: str) -> dict[str, Any]:
-    """What was exported, into a model that has other weights."""
+    """What was exported, into a model that has other weights, and another step behind it."""
     from megatron.core import dist_checkpointing
 
     engine = job.engine(model, LAYOUTS[job.world][layout], f"precision={precision}")
+    job.train(engine, job.rollout(engine, model), 1)
     expected = load_file(job.folder / f"{model}-{source_of(model)}.safetensors")
     before = {name: torch.equal(tensor, expected[name]) for name, tensor in engine.export_weights()}
-    state = sharded(engine, {}, loading=True, optimizer=False)
-    folder = str(job.folder / f"exported-{model}")
-    loaded, missing, unexpected = dist_checkpointing.load(state, folder, strict="return_all")
-    engine.model.chunks[0].load_state_dict(loaded["model"])
+    chained = len(engine.optimizer._optimizers) > 1
+    with torch.no_grad():
+        state = sharded(engine, {}, loading=True, optimizer=not chained)
+        folder = str(job.folder / f"exported-{model}")
+        loaded, unasked, missing = dist_checkpointing.load(state, folder, strict="return_all")
+        engine.model.chunks[0].load_state_dict(loaded["model"])
+        if not chained:
+            load_optimizer(engine, loaded["optimizer"])
     after = {name: torch.equal(tensor, expected[name]) for name, tensor in engine.export_weights()}
+    (saved,) = (job.folder / f"headwater-{model}-{source_of(model)}").glob("step_*")
+    reader = Checkpoint.open(saved).component("policy")
+    differing = []
+    for chunk in () if chained else engine.state_chunks():
+        index = tuple(slice(begin, begin + size) for begin, size in zip(chunk.offset, chunk.tensor.shape, strict=True))
+        if not torch.equal(chunk.tensor, reader.read(chunk.name)[index]):
+            differing.append(chunk.name)
     return {
         "equal before": sum(before.values()),
         "equal": after.keys() == expected.keys() and all(after.values()),
+        "chained": chained,
+        "differing": differing,
         "missing": sorted(missing),
-        "unexpected": sorted(unexpected),
+        "unasked": sorted(unasked),
         "iteration": loaded["iteration"],
     }
+
+
+def load_optimizer(engine: Any, state: dict[str, Any]) -> None:
+    """Megatron's own load forgets that torch's AdamW has a step for each parameter, and fails on every checkpoint."""
+    (optimizer,) = engine.optimizer._optimizers
+    put = optimizer._set_main_param_and_optimizer_states
+
+    def put_with_step(parameter: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
+        put(parameter, {**tensors, "step": torch.tensor(optimizer.optimizer.param_groups[0]["step"])})
+
+    optimizer._set_main_param_and_optimizer_states = put_with_step
+    engine.optimizer._megatron.load_state_dict(state)
 
 
 def main(folder: Path, rank: int) -> None:

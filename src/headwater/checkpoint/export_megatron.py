@@ -39,6 +39,8 @@ from headwater.models.resolve import shorten
 
 _STATE = "optimizer.state."
 _STATES = ("param", "exp_avg", "exp_avg_sq")
+# As Megatron packs one: a list, since a key may stand for several.
+_EMPTY_OBJECT = [None]
 # Layers that Megatron saves an object with, which is empty unless they compute in 8 bits. Without it a load refuses.
 _WITH_OBJECT = re.compile(r"(.*\.linear_(?:qkv|proj|fc1|fc2))\.weight")
 
@@ -141,9 +143,8 @@ class _Planner(DefaultSavePlanner):
         return new_plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """Of the objects, none says anything."""
         part = self._parts.get(dataclasses.replace(index, index=None))
-        return None if part is None else self._tensor(part)
+        return _EMPTY_OBJECT if part is None else self._tensor(part)
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         if write_item.type == WriteItemType.BYTE_IO:
