@@ -193,12 +193,12 @@ class Job:
             outcome["same"].append(before == digests(engine))
         return outcome
 
-    def save(self, engine: TrainEngine, root: Path) -> None:
+    def save(self, engine: TrainEngine, root: Path, identity: str = "tiny", run_config: str = "") -> None:
         config = CheckpointingConfig(checkpoint_dir=str(root))
         ranks = Ranks(self.rank, self.world, str(root)) if self.world > 1 else Ranks.alone()
-        manager = CheckpointManager(config, "run", "tiny", ranks)
+        manager = CheckpointManager(config, "run", identity, ranks)
         try:
-            manager.save(STEPS, {"policy": engine.state_chunks()}, {"step": STEPS}, "", None, 1, [engine.fence])
+            manager.save(STEPS, {"policy": engine.state_chunks()}, {"step": STEPS}, run_config, None, 1, [engine.fence])
             manager.wait_committed(60.0)
         finally:
             manager.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from headwater.bridge.families import llama, mixtral, qwen2, qwen3, qwen_moe
@@ -29,3 +30,12 @@ def find_family(config: Any, name: str | None = None) -> Family:
     known = ", ".join(family.name for family in FAMILIES)
     what = f"policy.megatron_cfg.converter_type={name}" if name is not None else f"a {config.model_type} model"
     raise UserError(f"the bridge to Megatron has no map for {what}; it knows {known}: see docs/add-a-model-family.md")
+
+
+def folder_config(path: Path, trust_remote_code: bool) -> Any:
+    """The transformers configuration of a folder's text model."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(
+        path, local_files_only=True, trust_remote_code=trust_remote_code
+    ).get_text_config()

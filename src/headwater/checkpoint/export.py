@@ -30,18 +30,18 @@ from headwater.errors import HeadwaterError, UserError
 
 
 @contextmanager
-def new_output(output: Path, checkpoint: Checkpoint, needed: int) -> Iterator[Path]:
+def new_output(output: Path, source: Path, needed: int) -> Iterator[Path]:
     """A temporary folder beside `output` that takes its name at the end of the block, synced.
 
-    needed: bytes that will be written. Raises UserError if `output` holds something, lies in the checkpoint, or cannot
-    be written; then, and when the block raises, nothing is left behind.
+    source: the checkpoint's folder. needed: bytes that will be written. Raises UserError if `output` holds something,
+    lies in the source, or cannot be written; then, and when the block raises, nothing is left behind.
     """
     target = output.resolve()
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
         if os.path.lexists(output) and not (output.is_dir() and not any(output.iterdir())):
             raise UserError(f"{output}: exists already and is not an empty folder: give a new one")
-        if target.is_relative_to(checkpoint.folder.resolve()):
+        if target.is_relative_to(source.resolve()):
             raise UserError(f"{output}: lies in the checkpoint, which must not change: give another folder")
         target.parent.mkdir(parents=True, exist_ok=True)
         _require_free(target.parent, needed)
@@ -67,7 +67,8 @@ def export_dcp(checkpoint: Checkpoint, component: str, output: Path, on_bytes: O
     reader = checkpoint.component(component)
     values, paths = stored_values(checkpoint, component)
     planner = _ReadingPlanner(reader, values, paths, on_bytes)
-    with new_output(output, checkpoint, stored_bytes(reader, reader.names())) as folder, warnings.catch_warnings():
+    needed = stored_bytes(reader, reader.names())
+    with new_output(output, checkpoint.folder, needed) as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is no process group
         try:
             save({}, storage_writer=FileSystemWriter(folder), planner=planner, no_dist=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,10 @@ from safetensors.torch import save_file
 from headwater.bridge.folder import OpenFolder
 from headwater.checkpoint.adapters import A, B, adapted_matrices, factor, recorded_config, recorded_peft
 from headwater.checkpoint.digest import digest, digest_bytes
-from headwater.checkpoint.dtypes import DTYPES
+from headwater.checkpoint.dtypes import DTYPES, dtype_name
 from headwater.checkpoint.export import new_output, stored_bytes
 from headwater.checkpoint.reader import Checkpoint, ComponentReader
+from headwater.checkpoint.weight_files import Weight
 from headwater.errors import UserError
 
 _PREFIX = "base_model.model."
@@ -51,7 +51,7 @@ def export_peft(checkpoint: Checkpoint, component: str, output: Path, base: str 
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    with new_output(output, checkpoint, stored_bytes(reader, names)) as folder:
+    with new_output(output, checkpoint.folder, stored_bytes(reader, names)) as folder:
         tensors = {_PREFIX + name: reader.read(name) for name in names}
         described = folder / "adapter_config.json"
         described.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -91,14 +91,13 @@ class MergedWeights:
         """Of all tensors."""
         return self._opened.names
 
-    def size(self, name: str) -> int:
-        """Bytes of a tensor, as `read` gives it."""
-        return math.prod(self._opened.shape(name)) * self.dtype.itemsize
+    def weight(self, name: str) -> Weight:
+        """Of a tensor, as `read` gives it."""
+        return Weight(dtype_name(self.dtype), self._opened.shape(name))
 
     def read(self, name: str) -> torch.Tensor:
         """A tensor, merged."""
-        weight = self._opened.whole(name)
-        weight = weight.to(self.dtype) if weight.is_floating_point() else weight
+        weight = self._opened.whole(name).to(self.dtype)
         if not name.endswith(_NOT_WEIGHTS):
             self._digests[name] = f"{name} {digest(weight):016x}"
         if name not in self._adapted:

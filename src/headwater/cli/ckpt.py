@@ -1,4 +1,4 @@
-"""`headwater ckpt`: look at checkpoints, hash them again, compare two, export one."""
+"""`headwater ckpt`: look at checkpoints, hash them again, compare two, export one, import one."""
 
 from __future__ import annotations
 
@@ -49,11 +49,16 @@ def add_parser(subparsers: Any) -> None:
     export = commands.add_parser("export", help="write a checkpoint in another format")
     export.add_argument("ckpt", metavar="CKPT", help=_CKPT_HELP)
     export.add_argument("output", metavar="OUTPUT", help="folder to make; it must not exist, or be empty")
-    formats = "a Hugging Face model (adapters merged), torch DCP, or adapters alone for PEFT"
-    export.add_argument("--to", choices=("hf", "dcp", "peft"), required=True, help=formats)
+    formats = "a Hugging Face model (adapters merged), torch DCP, Megatron's torch_dist, or adapters alone for PEFT"
+    export.add_argument("--to", choices=("hf", "dcp", "torch_dist", "peft"), required=True, help=formats)
     export.add_argument("--component", default="policy", help="which part of the checkpoint (default: policy)")
-    export.add_argument("--model", help="hf, peft: the model trained (default: the run's model_name)")
+    export.add_argument("--model", help="hf, torch_dist, peft: the model trained (default: the run's model_name)")
     export.set_defaults(run=run_export)
+    take = commands.add_parser("import", help="make a Hugging Face model of another format's checkpoint")
+    take.add_argument("folder", metavar="FOLDER", help="a Megatron torch_dist checkpoint: an iter_* folder")
+    take.add_argument("output", metavar="OUTPUT", help="folder to make; it must not exist, or be empty")
+    take.add_argument("--model", required=True, help="a model of that shape, for its config.json and tokenizer")
+    take.set_defaults(run=run_import)
     freshness.add_parser(commands)
 
 
@@ -161,7 +166,7 @@ def run_diff(args: argparse.Namespace) -> int:
 
 
 def run_export(args: argparse.Namespace) -> int:
-    """Write a checkpoint as a Hugging Face, torch DCP or PEFT folder: 0 if it is there, whole."""
+    """Write a checkpoint as a folder of another format: 0 if it is there, whole."""
     from headwater.checkpoint.export import export_dcp, stored_bytes
     from headwater.checkpoint.export_hf import export_hf, trained_model, weights_bytes
     from headwater.checkpoint.export_peft import export_peft
@@ -173,13 +178,32 @@ def run_export(args: argparse.Namespace) -> int:
             count = export_hf(checkpoint, args.component, output, model, advance)
     elif args.to == "peft":
         count = export_peft(checkpoint, args.component, output, args.model)
+    elif args.to == "torch_dist":
+        from headwater.checkpoint.export_megatron import export_megatron
+
+        model, reader = trained_model(checkpoint, args.component, args.model), checkpoint.component(args.component)
+        with _progress("exporting", stored_bytes(reader, reader.names())) as advance:
+            count = export_megatron(checkpoint, args.component, output, model, advance)
     else:
         if args.model is not None:
-            raise UserError("--model is for --to hf: a torch DCP folder describes no model")
+            raise UserError("--model is for --to hf, torch_dist and peft: a torch DCP folder describes no model")
         reader = checkpoint.component(args.component)
         with _progress("exporting", stored_bytes(reader, reader.names())) as advance:
             count = export_dcp(checkpoint, args.component, output, advance)
     print(f"{output}: {count} tensors of {checkpoint.folder.name}")
+    return 0
+
+
+def run_import(args: argparse.Namespace) -> int:
+    """Write a Megatron checkpoint as a Hugging Face folder: 0 if it is there, whole."""
+    from headwater.checkpoint.export_hf import local_model
+    from headwater.checkpoint.import_megatron import import_megatron
+
+    folder, output = _existing(args.folder), Path(args.output).expanduser()
+    total = sum(file.stat().st_size for file in folder.glob("*.distcp"))
+    with _progress("importing", total) as advance:
+        count = import_megatron(folder, local_model(args.model), output, advance)
+    print(f"{output}: {count} tensors of {folder.name}")
     return 0
 
 

@@ -12,12 +12,13 @@ import os
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
-from headwater.checkpoint.foreign.archive import entry_range, open_archive
+from headwater.checkpoint.foreign.archive import BadArchiveError, entry_range, open_archive
 from headwater.errors import UserError
 
 _LARGEST_PICKLE = 1 << 28
@@ -74,6 +75,8 @@ _DTYPES = {
     "complex64": "C64",
     "complex128": "C128",
 }
+_LARGEST_TENSOR_PICKLE = 1 << 16
+_TENSOR_STORAGES = {"DoubleStorage": "F64", "FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16"}
 _STORAGE_DTYPES = {
     "DoubleStorage": "<f8",
     "FloatStorage": "<f4",
@@ -306,3 +309,64 @@ def load_values(path: Path, begin: int, end: int) -> Any:
         return None
     finally:
         os.close(descriptor)
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """Where an archive's only tensor lies in the file: bytes begin..end are its storage.
+
+    dtype: safetensors name. offset, strides: in elements of the storage.
+    """
+
+    dtype: str
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class _LayoutUnpickler(_BoundedUnpickler):
+    """Admits a tensor as `torch.save` writes one, and makes nothing of it but (storage, offset, shape, strides)."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return lambda storage, offset, shape, strides, *_: (storage, offset, _shape(shape), _shape(strides))
+        if (module, name) == ("collections", "OrderedDict"):
+            return lambda *items: _empty(items)
+        if module == "torch" and name in _TENSOR_STORAGES:
+            return _inert(name)
+        raise RefusedPickleError(f"it names {_shown(module, name)}, which no tensor needs; nothing of it was run")
+
+    def persistent_load(self, pid: Any) -> Any:
+        return pid
+
+
+def load_layout(descriptor: int, begin: int, end: int) -> TensorLayout:
+    """Of the tensor that the `torch.save` archive in bytes begin..end of an open file holds.
+
+    Raises RefusedPickleError for an archive of anything else, BadArchiveError for a damaged one, OSError.
+    """
+    with open_archive(descriptor, begin, end) as archive:
+        entries = {entry.filename: entry for entry in archive.infolist()}
+        pickled = [name for name in entries if name.endswith("/data.pkl")]
+        if len(pickled) != 1 or entries[pickled[0]].file_size > _LARGEST_TENSOR_PICKLE:
+            raise BadArchiveError("not an archive of one tensor")
+        raw = archive.read(pickled[0])
+        if any(archive.read(name) != b"little" for name in entries if name.endswith("/byteorder")):
+            raise RefusedPickleError("its bytes are not in little-endian order")
+    try:
+        storage, offset, shape, strides = _LayoutUnpickler(io.BytesIO(raw)).load()
+        _, kind, key, *_ = storage
+        entry = entries[pickled[0].removesuffix("data.pkl") + f"data/{key}"]
+        dtype = _TENSOR_STORAGES[kind.kind]
+    except RefusedPickleError:
+        raise
+    except Exception as error:  # a damaged pickle raises whatever its half-built objects raise
+        raise BadArchiveError(f"not an archive of one tensor ({type(error).__name__})") from None
+    if not all(type(n) is int and n >= 0 for n in (offset, *shape, *strides)) or len(shape) != len(strides):
+        raise BadArchiveError("its shape is none")
+    first, last = entry_range(descriptor, begin, entry)
+    if not begin <= first <= last <= end:
+        raise BadArchiveError(f"its entry {entry.filename} leads out of it")
+    return TensorLayout(dtype, offset, shape, strides, first, last)

@@ -14,11 +14,12 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from headwater.bridge.registry import folder_config
 from headwater.data.types import Completion, Prompt, SamplingParams
 from headwater.engines.generate.kv_cache import PreallocatedLayer
 from headwater.engines.generate.native import Decoder, SamplingLoop
 from headwater.engines.megatron.engine import MegatronEngine
-from headwater.engines.megatron.model import MegatronModel, folder_config
+from headwater.engines.megatron.model import MegatronModel
 from headwater.engines.megatron.modules import MaskedAttention
 from headwater.engines.torch.parallel import share
 

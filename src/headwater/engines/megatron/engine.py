@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.utils import get_attr_wrapped_model
 
-from headwater.bridge.registry import find_family
+from headwater.bridge.registry import find_family, folder_config
 from headwater.checkpoint.chunk import Chunk
 from headwater.checkpoint.fence import Fence
 from headwater.checkpoint.reader import ComponentReader
@@ -25,7 +25,7 @@ from headwater.data.types import TrainSequence
 from headwater.engines.base import ForwardBackward, LossFn, OptimStep
 from headwater.engines.megatron.lora import check_targets
 from headwater.engines.megatron.microbatches import Microbatch, cut
-from headwater.engines.megatron.model import build, check_sizes, folder_config, initialize
+from headwater.engines.megatron.model import build, check_sizes, initialize
 from headwater.engines.megatron.offload import StorageParking
 from headwater.engines.megatron.optimizer import MegatronAdam
 from headwater.engines.megatron.state import optimizer_bytes, optimizer_chunks, weight_chunks

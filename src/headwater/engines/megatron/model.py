@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -330,12 +329,3 @@ def forget_parallel_sizes() -> None:
     """Give up Megatron's groups of ranks, so that others can be made. What was built with them is of no use then."""
     parallel_state.destroy_model_parallel()
     _sizes.clear()
-
-
-def folder_config(path: Path, trust_remote_code: bool) -> Any:
-    """The transformers configuration of a folder's text model."""
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(
-        path, local_files_only=True, trust_remote_code=trust_remote_code
-    ).get_text_config()
