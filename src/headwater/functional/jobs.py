@@ -71,6 +71,8 @@ JOBS: dict[str, Job] = {
             _critic,
             ("policy", "value"),
         ),
+        Job("grpo_megatron_lora", "GRPO of adapters alone, which are all that is saved", _policy),
+        Job("grpo_megatron_generation", "the Megatron policy generates itself, with nothing exported", _policy),
     )
 }
 
