@@ -93,3 +93,18 @@ def test_a_run_trains_saves_fresh_checkpoints_and_resumes(recipe: str, tmp_path:
     assert max(metrics["train/token_mult_prob_error"].values()) < 1.05
     assert sorted(metrics["memory/retained_after_offload"]) == [1, 2, 3, 4]
     assert metrics["train/optim_steps"][4] > metrics["train/optim_steps"][3]
+
+
+def test_the_model_that_trains_generates_itself(tmp_path: Path) -> None:
+    words = [
+        "train",
+        "grpo_tiny",
+        f"checkpointing.checkpoint_dir={tmp_path / 'ck'}",
+        f"logger.log_dir={tmp_path / 'logs'}",
+    ]
+    words += ["policy.megatron_cfg.enabled=true", "policy.generation.backend=megatron", "policy.precision=bfloat16"]
+    assert main([*words, "policy.offload_policy_before_refit=true"]) == 0
+    metrics = read_jsonl(tmp_path / "logs" / "metrics.jsonl")
+    assert max(metrics["train/token_mult_prob_error"].values()) < 1.05
+    assert metrics["refit/version"] == metrics["train/optim_steps"]
+    assert min(metrics["train/grad_norm"].values()) > 0
