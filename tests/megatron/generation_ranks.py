@@ -75,10 +75,14 @@ def scenario(job: Job, model: str, layout: dict[str, Any]) -> dict[str, Any]:
         kind: {"found": answers(own, kind), "expected": answers(copied, kind)} for kind in SAMPLED
     }
     outcome["changed"] = untrained != outcome["sampled"]["found"][0]
-    alone = [group[0].token_ids for group in own.generate(prompts(1), 1, SamplingParams(max_new_tokens=8, seed=3))]
-    outcome["alone"] = [list(tokens) for tokens in alone] == outcome["sampled"]["found"][0][:1]
     modules = [module for chunk in engine.model.chunks for module in chunk.modules()]
     attentions = [module for module in modules if isinstance(module, MaskedAttention)]
+    looks: list[bool] = []
+    hook = attentions[0].register_forward_pre_hook(lambda _, args: looks.append(bool(args[3].any(-1).all())))
+    outcome["padding looks"] = [answers(own, "greedy") == outcome["greedy"]["found"], all(looks), len(looks) > 0]
+    hook.remove()
+    alone = [group[0].token_ids for group in own.generate(prompts(1), 1, SamplingParams(max_new_tokens=8, seed=3))]
+    outcome["alone"] = [list(tokens) for tokens in alone] == outcome["sampled"]["found"][0][:1]
     outcome["caches"] = [attention.cache is not None for attention in attentions]
     outcome["inputs"] = [chunk.decoder.input_tensor is not None for chunk in engine.model.chunks]
     outcome["disturbed"] = disturbed(engine, own)
