@@ -14,7 +14,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from headwater.config.load import LoadedConfig
-from headwater.config.schema import Config, DatasetConfig
+from headwater.config.schema import Config, DatasetConfig, EngineConfig
 from headwater.controller.runtime import Runtime
 from headwater.controller.state import TrainerState, restore_rng, seed_everything
 from headwater.data.datasets import load_problems
@@ -153,13 +153,13 @@ def _announce(progress: Progress, config: Config, state: TrainerState, start: Tr
     name, algorithm = config.algorithm_name, config.algorithm
     where = start.device if world == 1 else f"{world} ranks on {start.device}"
     progress.note(
-        f"{name.upper()}: {config.policy.model_name}, {_size(start, 'policy')} parameters, {config.policy.precision} "
-        f"on {where}, {algorithm.num_prompts_per_step} prompts x {algorithm.num_generations_per_prompt} completions "
-        "a step"
+        f"{name.upper()}: {config.policy.model_name}, {_size(start, 'policy', config.policy)}, "
+        f"{config.policy.precision} on {where}, {algorithm.num_prompts_per_step} prompts x "
+        f"{algorithm.num_generations_per_prompt} completions a step"
     )
     if config.value is not None:
         progress.note(
-            f"value model: {config.value.model_name}, {_size(start, 'value')} parameters, {config.value.precision}"
+            f"value model: {config.value.model_name}, {_size(start, 'value', config.value)}, {config.value.precision}"
         )
     if start.checkpoint is not None:
         progress.note(f"resumed from {start.checkpoint} at step {state.step}")
@@ -173,5 +173,10 @@ def _announce(progress: Progress, config: Config, state: TrainerState, start: Tr
         )
 
 
-def _size(start: TrainStart, component: str) -> str:
-    return f"{start.parameters[component] / 1e6:.1f}M"
+def _size(start: TrainStart, component: str, config: EngineConfig) -> str:
+    trained = start.parameters[component]
+    return (
+        f"{trained:,} parameters of adapters"
+        if config.megatron_cfg.peft.enabled
+        else f"{trained / 1e6:.1f}M parameters"
+    )

@@ -6,6 +6,7 @@ Convention of Megatron: hidden states are [S, B, H], S the positions that this r
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -88,7 +89,7 @@ def check_targets(dims: Dimensions, peft: PeftConfig, group: str) -> None:
         )
 
 
-def add_adapters(chunk: Any, name_of: Any, parameter_map: ParameterMap, peft: PeftConfig) -> None:
+def add_adapters(chunk: Any, name_of: Callable[[str], str], parameter_map: ParameterMap, peft: PeftConfig) -> None:
     """Give a chunk's target modules adapters. name_of: from a parameter's name in the chunk to that over all ranks."""
     for name, linear in list(chunk.named_modules()):
         if name.rpartition(".")[2] not in peft.target_modules:
