@@ -6,6 +6,7 @@ import os
 import pickle
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from headwater.bridge.registry import find_family, folder_config
 from headwater.bridge.torch_dist import parameters
 from headwater.checkpoint.chunk import Chunk
 from headwater.checkpoint.export_megatron import export_megatron
+from headwater.checkpoint.foreign.folder import read_folder
+from headwater.checkpoint.foreign.tensors import StoredTensor
 from headwater.checkpoint.import_megatron import import_megatron
 from headwater.checkpoint.manager import CheckpointManager
 from headwater.checkpoint.reader import Checkpoint
@@ -183,6 +186,15 @@ def test_a_checkpoint_of_another_family_is_one_error_that_lists_what_differs(
 def test_another_format_is_refused(model: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="a checkpoint of safetensors, not a torch_dist one of Megatron"):
         import_megatron(model, model, tmp_path / "out")
+
+
+@pytest.mark.parametrize(("offset", "words"), [((3, 0, 0), "do not cover it"), ((1, 0, 0), "overlap")])
+def test_boxes_that_leave_a_hole_or_overlap_are_refused(offset: Any, words: str, weights: Any, save: Any) -> None:
+    (chunk,) = [chunk for chunk in read_folder(save(megatron(weights))).chunks if chunk.key == FC1]
+    stored = StoredTensor([chunk, replace(chunk, offset=offset)])
+    assert torch.equal(stored.read((0,)), megatron(weights)[FC1][0])
+    with pytest.raises(UserError, match=words):
+        stored.read((offset[0] - 1,) if offset[0] == 3 else (1,))
 
 
 class Runs:
