@@ -135,9 +135,19 @@ def _weights(checkpoint: Checkpoint, reader: ComponentReader, model: Path) -> di
     expected = weight_shapes(model)
     prefix = next((prefix for prefix in _PREFIXES if all(prefix + name in stored for name in expected.required)), "")
     problems = _misfits({name.removeprefix(prefix): shape for name, shape in stored.items()}, expected)
+    if problems and stored == _shapes_in_files(model):  # experts by themselves, as Megatron trains them
+        return {name: name for name in stored}
     if problems:
         raise UserError(f"{checkpoint.folder} does not hold the weights of {model}: {problems}")
     return {name: prefix + name for name in expected.required}
+
+
+def _shapes_in_files(model: Path) -> dict[str, tuple[int, ...]]:
+    """Of a model folder's tensors; none where there are no weights, which a description may lack."""
+    if not any(model.glob("model*.safetensors")):
+        return {}
+    with WeightFolder(model).opened() as opened:
+        return {name: opened.shape(name) for name in opened.names}
 
 
 def require_own_model(checkpoint: Checkpoint, model: Path) -> None:

@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from headwater.checkpoint import preflight
 from headwater.checkpoint.chunk import Chunk
@@ -130,6 +131,24 @@ def test_hf_of_weights_saved_by_an_fsdp_program(root: Path, tiny_model: Path, ou
     assert main(["ckpt", "export", str(root), str(output), "--to", "hf", "--model", "builtin:tiny"]) == 0
     assert_equal(loaded(output), expected)
     assert (output / "tokenizer.json").is_file()
+
+
+def test_hf_of_experts_by_themselves_as_megatron_trains_them(root: Path, tmp_path: Path, output: Path):
+    sizes = {"vocab_size": 11, "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **sizes, **heads))
+    model.save_pretrained(tmp_path / "mixtral")
+    stored = load_file(tmp_path / "mixtral" / "model.safetensors")
+    assert stored.keys() != model.state_dict().keys()  # there all experts of a layer are one tensor
+    trained = {name: tensor * 1.25 for name, tensor in stored.items()}
+    manager = CheckpointManager(CheckpointingConfig(checkpoint_dir=str(root), strategy="sync"), "run", "unknown")
+    chunks = [Chunk.whole(*item) for item in trained.items()]
+    folder = manager.save(1, {"policy": chunks}, {"step": 1}, "", None, 1)
+    manager.close()
+    assert export_hf(Checkpoint.open(folder), "policy", output, tmp_path / "mixtral") == len(trained)
+    assert_equal(load_file(output / "model.safetensors"), trained)
+    first = AutoModelForCausalLM.from_pretrained(output).state_dict()
+    assert_equal(first, {name: tensor * 1.25 for name, tensor in model.state_dict().items()})
 
 
 def test_hf_of_weights_that_are_not_the_models_is_refused(
