@@ -140,6 +140,7 @@ def main(folder: Path, rank: int) -> None:
                         outcome[f"{model} {layout}"] = scenario(job, model, sizes)
             if world == 2:
                 outcome["tiny pp2-vpp2"] = scenario(job, "tiny", VPP)
+                outcome["qwen3 tp2-sp-lora"] = scenario(job, "qwen3", {**SP, "peft.enabled": "true"})
             dist.barrier()
             dist.destroy_process_group()
     (folder / f"{rank}.json").write_text(json.dumps(outcome))

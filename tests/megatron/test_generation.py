@@ -17,7 +17,7 @@ RANKS = {
     for model in (*DENSE, *MOE)
     if fits(model, layout)
 }
-RANKS["tiny pp2-vpp2"] = 2
+RANKS |= {"tiny pp2-vpp2": 2, "qwen3 tp2-sp-lora": 2}
 
 
 @pytest.fixture(scope="session")

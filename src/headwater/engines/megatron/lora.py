@@ -38,13 +38,13 @@ class Adapter(torch.nn.Module):
         super().__init__()
         dtype = linear.weight.dtype
         self._by_rows = isinstance(linear, ColumnParallelLinear)
-        self._sequence_parallel = linear.sequence_parallel
+        self.sequence_parallel = linear.sequence_parallel  # off while tokens are generated
         self._scale = peft.alpha / peft.rank
         self.lora_A = torch.nn.ParameterList(torch.nn.Parameter(_initial(piece).to(dtype)) for piece in factors)
         self.lora_B = torch.nn.Parameter(torch.zeros(len(linear.weight), peft.rank, dtype=dtype, device="cpu"))
         for parameter in self.lora_A if self._by_rows else [self.lora_B]:
             # Each rank sees a part of the positions, and Megatron adds up the gradients of weights that say so.
-            parameter.sequence_parallel = self._sequence_parallel
+            parameter.sequence_parallel = self.sequence_parallel
         which = list(dict.fromkeys(piece.name for piece in rows))
         owners = torch.zeros(len(linear.weight), len(factors), dtype=dtype, device="cpu")
         for piece in rows:
@@ -54,11 +54,11 @@ class Adapter(torch.nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """[S, B, in] to [S, B, out], as the layer takes and gives them."""
         narrow = F.linear(inputs, self._a())
-        if self._by_rows and self._sequence_parallel:
+        if self._by_rows and self.sequence_parallel:
             narrow = gather_from_sequence_parallel_region(narrow)
         elif self._by_rows:
             narrow = copy_to_tensor_model_parallel_region(narrow)
-        elif self._sequence_parallel:
+        elif self.sequence_parallel:
             narrow = reduce_scatter_to_sequence_parallel_region(narrow)
         else:
             narrow = reduce_from_tensor_model_parallel_region(narrow)
