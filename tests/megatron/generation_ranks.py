@@ -44,7 +44,12 @@ SAMPLED = {"greedy": {"temperature": 0.0}, "sampled": {"seed": 3}}
 
 
 def fits(model: str, layout: str) -> bool:
-    """Experts are what EP cuts, and under tensor parallelism they want sequence parallelism."""
+    """Experts are what EP cuts, and under tensor parallelism they want sequence parallelism.
+
+    One model of each kind runs at every layout; norms of heads and shared experts are cut by the layouts named here.
+    """
+    if model in ("qwen3", "qwen2_moe") and layout not in ("one", "tp2", "tp2-sp", "pp2", "ep2"):
+        return False
     if model in MOE:
         return "tp2" not in layout or "sp" in layout
     return not layout.startswith("ep")

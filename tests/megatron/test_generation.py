@@ -9,7 +9,7 @@ from generation_ranks import DENSE, LAYOUTS, MOE, SAMPLED, fits
 from rank_outcomes import Outcomes, run_ranks
 
 pytest.importorskip("megatron.core", reason="needs the extra megatron, which make test-slow installs")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # four processes on what cores there are
 RANKS = {
     f"{model} {layout}": world
     for world, layouts in LAYOUTS.items()
