@@ -178,6 +178,19 @@ class Job:
                 names.add(chunk.name)
         return {"boxes": boxes, "wrong": wrong, "head": any("value_head" in name for name in names)}
 
+    def head(self, layout: dict[str, Any]) -> dict[str, Any]:
+        """Of bf16 models with and without `fp32_lm_head`: the dtype of their logits, and three steps."""
+        outcome: dict[str, Any] = {}
+        for in_fp32 in ("true", "false"):
+            engine = self.engine("tiny", layout, SLOWLY, "precision=bfloat16", f"fp32_lm_head={in_fp32}")
+            dtypes: list[str] = []
+            engine.model.chunks[-1].output_layer.register_forward_hook(
+                lambda _, __, output, found=dtypes: found.append(str(output[0].dtype))
+            )
+            sequences = self.rollout(engine, "tiny")
+            outcome[in_fp32] = {**self.train(engine, sequences, 3), "dtypes": sorted(set(dtypes))}
+        return outcome
+
     def moved(self, layout: dict[str, Any], *overrides: str) -> dict[str, Any]:
         """A run whose state leaves and comes back after each step: losses, and whether it is saved alike meanwhile."""
         engine = self.engine("tiny", layout, SLOWLY, *overrides, moves_on_host=True)
@@ -248,6 +261,7 @@ def run(job: Job, outcome: dict[str, Any]) -> None:
         outcome["tiny tp2-sp-recompute"] = job.scenario("tiny", {**SP, "activation_checkpointing": True})
         outcome["moved tp2"] = job.moved(TP)
         outcome["moved dp2 bf16"] = job.moved({}, "precision=bfloat16")
+        outcome["head tp2-sp"] = job.head(SP)
         outcome["masters dp2"] = job.masters({})
         outcome["masters tp2"] = job.masters(TP)
         outcome["value tp2-sp"] = job.value_scenario(SP)

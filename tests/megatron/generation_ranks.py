@@ -62,7 +62,7 @@ def prompts(count: int = 5) -> list[Prompt]:
 
 def scenario(job: Job, model: str, layout: dict[str, Any]) -> dict[str, Any]:
     """After a step of training; with a step after it, which must be that of an engine that never generated."""
-    from headwater.engines.generate.megatron import MegatronGenerator
+    from headwater.engines.megatron.generate import MegatronGenerator
     from headwater.engines.megatron.modules import MaskedAttention
 
     engine, silent = (job.engine(model, layout, "optimizer.lr=0.02") for _ in range(2))

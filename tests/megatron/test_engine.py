@@ -124,3 +124,11 @@ def test_masters_of_a_model_of_two_dtypes_are_saved_under_their_own_names(layout
         assert of_rank["boxes"] > 20
         assert of_rank["wrong"] == 0
         assert not of_rank["head"]  # fp32 is its own master
+
+
+def test_a_bf16_model_computes_its_logits_in_fp32_where_that_is_asked_for(outcomes: Outcomes) -> None:
+    for of_rank in outcomes.every("head tp2-sp"):
+        assert of_rank["true"]["dtypes"] == ["torch.float32"]
+        assert of_rank["false"]["dtypes"] == ["torch.bfloat16"]
+        assert of_rank["true"]["losses"] != of_rank["false"]["losses"]
+        assert of_rank["true"]["norms"] == pytest.approx(of_rank["false"]["norms"], rel=0.05)

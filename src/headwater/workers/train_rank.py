@@ -311,12 +311,20 @@ def _generator(
         return SharedWeights(policy, tokenizer, max_batch_size)
     trust = config.policy.trust_remote_code
     if config.policy.generation.backend == "megatron":
-        from headwater.engines.generate.megatron import MegatronGenerator
+        from headwater.engines.megatron.generate import MegatronGenerator
 
         own: Any = policy
         return MegatronGenerator(own, model_path, device, tokenizer, max_batch_size, trust_remote_code=trust)
-    dtype = DTYPES[config.policy.precision]
-    return CopiedWeights(policy, model_path, dtype, device, tokenizer, max_batch_size, trust_remote_code=trust)
+    return CopiedWeights(
+        policy,
+        model_path,
+        DTYPES[config.policy.precision],
+        device,
+        tokenizer,
+        max_batch_size,
+        fp32_lm_head=config.policy.fp32_lm_head,
+        trust_remote_code=trust,
+    )
 
 
 def _sum_over_ranks(count: int) -> int:

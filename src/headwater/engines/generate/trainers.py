@@ -16,6 +16,7 @@ from headwater.data.types import Completion, Prompt, SamplingParams
 from headwater.engines.attention import register_attention
 from headwater.engines.base import TrainEngine
 from headwater.engines.generate.native import NativeGenerator
+from headwater.engines.head import Fp32Head
 from headwater.engines.torch.engine import TorchEngine
 from headwater.engines.torch.parallel import share
 from headwater.engines.torch.sharding import gathered
@@ -58,10 +59,13 @@ class CopiedWeights:
         tokenizer: PreTrainedTokenizerBase,
         max_batch_size: int,
         *,
+        fp32_lm_head: bool = False,
         trust_remote_code: bool = False,
     ) -> None:
         self._engine = engine
         self._model: Any = load_model(model_path, dtype, register_attention(), trust_remote_code).to(device)
+        if fp32_lm_head:
+            Fp32Head(self._model.get_output_embeddings())
         self._native = NativeGenerator(self._model, tokenizer, max_batch_size)
         # Some families hold tensors in another form than a folder does, such as all experts of a layer in one.
         self._as_stored = set(WeightFolder(model_path).names) <= self._model.state_dict().keys()

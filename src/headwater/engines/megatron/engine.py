@@ -74,7 +74,7 @@ class MegatronEngine:
         self.model = build(self.family, hf_config, megatron, dtype, values=self._gives_values, peft=peft)
         for chunk in self.model.chunks:
             chunk.to(device)
-            _sample_head_alone(chunk)
+            _sample_head_alone(chunk, in_fp32=isinstance(config, PolicyConfig) and config.fp32_lm_head)
         needs_head = not hf_config.tie_word_embeddings and not self._gives_values
         load_weights(self.model, model_path, needs_head=needs_head)
         self._exporter = Exporter(self.model)
@@ -359,20 +359,27 @@ def _without_padding(logits: torch.Tensor, begin: int, vocabulary: int) -> torch
     return logits.masked_fill(is_padding, torch.finfo(logits.dtype).min)
 
 
-def _sample_head_alone(chunk: Any) -> None:
-    """Have the output layer, the widest there is, compute the positions alone that `chunk.picked` names."""
+def _sample_head_alone(chunk: Any, *, in_fp32: bool) -> None:
+    """Have the output layer, the widest there is, compute the positions alone that `chunk.picked` names.
+
+    in_fp32: whatever the rest computes in, see `engines.head`.
+    """
     if not chunk.post_process:
         return
     chunk.output_layer.sequence_parallel = False
 
-    def pick(_: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    def pick(head: Any, args: tuple[torch.Tensor, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         hidden = args[0]
         if chunk.config.sequence_parallel:  # not while tokens are generated
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         rows, columns = chunk.picked
-        return (hidden[columns, rows][:, None], *args[1:])
+        hidden = hidden[columns, rows][:, None]
+        if in_fp32:
+            weight = options["weight"] if options.get("weight") is not None else head.weight
+            return (hidden.float(), *args[1:]), {**options, "weight": weight.float()}
+        return (hidden, *args[1:]), options
 
-    chunk.output_layer.register_forward_pre_hook(pick)
+    chunk.output_layer.register_forward_pre_hook(pick, with_kwargs=True)
 
 
 def _buffers(chunk: Any) -> list[Any]:

@@ -120,7 +120,7 @@ class _MegatronDecoder(Decoder):
     def _forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         rows, columns = tokens.shape
         mask, config = self._attention_mask(columns), self._model.config
-        logits = torch.empty(rows, self._model.dims.vocabulary, dtype=config.params_dtype, device=self._device)
+        logits = torch.empty(rows, self._model.dims.vocabulary, dtype=torch.float32, device=self._device)
         for chunk in self._model.chunks:  # one, or one a virtual stage: the pipeline is passed as often
             if not chunk.pre_process:
                 hidden = torch.empty(
