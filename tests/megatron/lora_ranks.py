@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from engine_ranks import LAYOUTS, PP, SLOWLY, SP, TP, VPP, Job, digests
+from engine_ranks import LAYOUTS as OF_WEIGHTS
+from engine_ranks import PP, SLOWLY, SP, TP, VPP, Job, digests
 from families import MOE, make_model
 from parallel_ranks import rollout
 from safetensors.torch import load_file, save_file
@@ -31,6 +32,12 @@ from headwater.errors import UserError
 from headwater.models.resolve import resolve
 
 RANK, ALPHA = 3, 12.0
+RECOMPUTE = {"activation_checkpointing": True}
+LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
+    **OF_WEIGHTS,
+    1: {**OF_WEIGHTS[1], "one-recompute": RECOMPUTE},
+    2: {**OF_WEIGHTS[2], "pp2-recompute": {**PP, **RECOMPUTE}, "tp2-sp-recompute": {**SP, **RECOMPUTE}},
+}
 MODELS = ("llama", "llama-tied", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 PEFT = ("megatron_cfg.peft.enabled=true", f"megatron_cfg.peft.rank={RANK}", f"megatron_cfg.peft.alpha={ALPHA}")
 ATTENTION = "megatron_cfg.peft.target_modules=[linear_qkv,linear_proj]"

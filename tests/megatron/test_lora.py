@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from engine_ranks import LAYOUTS
-from lora_ranks import MODELS, RANK, fits, matrices
+from lora_ranks import LAYOUTS, MODELS, RANK, fits, matrices
 from rank_outcomes import Outcomes, run_ranks
 
 from headwater.checkpoint.diff import diff

@@ -9,22 +9,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from headwater.bridge.pieces import Piece
 from headwater.errors import UserError
 
 
 class WeightFolder:
-    """Raises UserError where the folder has no safetensors files."""
+    """Raises UserError where the folder has no safetensors files, or one cannot be read."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         index = path / "model.safetensors.index.json"
         if index.exists():
-            files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            try:
+                files = dict[str, str](json.loads(index.read_text())["weight_map"])
+            except (OSError, ValueError, LookupError, TypeError) as error:
+                raise UserError(f"{index} cannot be read as an index of safetensors files ({error})") from error
         elif (path / "model.safetensors").exists():
-            with safe_open(path / "model.safetensors", "pt") as file:
+            with _opened(path / "model.safetensors") as file:
                 files = dict.fromkeys(file.keys(), "model.safetensors")
         else:
             raise UserError(f"{path} has no model.safetensors: weights are read from safetensors files alone")
@@ -80,5 +83,12 @@ class OpenFolder:
     def _file_of(self, tensor: str) -> Any:
         name = self._files[tensor]
         if name not in self._opened:
-            self._opened[name] = safe_open(self._path / name, "pt").__enter__()
+            self._opened[name] = _opened(self._path / name).__enter__()
         return self._opened[name]
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, "pt")
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from error

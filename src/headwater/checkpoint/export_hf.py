@@ -143,11 +143,12 @@ def _weights(checkpoint: Checkpoint, reader: ComponentReader, model: Path) -> di
 
 
 def _shapes_in_files(model: Path) -> dict[str, tuple[int, ...]]:
-    """Of a model folder's tensors; none where there are no weights, which a description may lack."""
-    if not any(model.glob("model*.safetensors")):
+    """Of a model folder's tensors; none where its weights are not there, which a description may lack."""
+    try:
+        with WeightFolder(model).opened() as opened:
+            return {name: opened.shape(name) for name in opened.names}
+    except UserError:
         return {}
-    with WeightFolder(model).opened() as opened:
-        return {name: opened.shape(name) for name in opened.names}
 
 
 def require_own_model(checkpoint: Checkpoint, model: Path) -> None:

@@ -65,6 +65,15 @@ class MegatronFolder:
             for piece in parameter.pieces
         }
 
+    @property
+    def rows_left_out(self) -> int:
+        """Of the embedding, beyond the model's vocabulary: padding, or tokens that were added to another model."""
+        return max(
+            self._stored[key.name].shape[len(key.stacked)] - parameter.pieces[0].shape[0]
+            for parameter, key in self._found
+            if parameter.padded
+        )
+
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Hugging Face's names and tensors; those of one Megatron parameter at a time are in memory.
 
@@ -82,11 +91,12 @@ class MegatronFolder:
 
 def import_megatron(
     folder: Path, model: Path, output: Path, on_bytes: OnBytes | None = None, max_shard_bytes: int = MAX_SHARD_BYTES
-) -> int:
+) -> tuple[int, int]:
     """Write the weights of a `torch_dist` folder as a folder for `AutoModelForCausalLM.from_pretrained`.
 
     Weights are as stored, in their dtype, without the rows that pad the vocabulary. Configuration and tokenizer are
-    those of the folder `model`. Returns the number of tensors. on_bytes: called with the bytes since the last call.
+    those of the folder `model`. Returns the number of tensors, and that of rows left out since the model has no such
+    tokens. on_bytes: called with the bytes since the last call.
     Raises UserError as `MegatronFolder` and `new_output` do.
     """
     source = MegatronFolder(folder, model)
@@ -102,7 +112,7 @@ def import_megatron(
         copy_description(model, temporary, weights.values())
         copy_tokenizer(model, temporary)
         write_weights(temporary, weights, tensors(), max_shard_bytes)
-    return len(weights)
+    return len(weights), source.rows_left_out
 
 
 def _by_key(chunks: Iterator[StoredChunk]) -> tuple[dict[str, StoredTensor], list[str]]:

@@ -202,8 +202,8 @@ def run_import(args: argparse.Namespace) -> int:
     folder, output = _existing(args.folder), Path(args.output).expanduser()
     total = sum(file.stat().st_size for file in folder.glob("*.distcp"))
     with _progress("importing", total) as advance:
-        count = import_megatron(folder, local_model(args.model), output, advance)
-    print(f"{output}: {count} tensors of {folder.name}")
+        count, left_out = import_megatron(folder, local_model(args.model), output, advance)
+    print(f"{output}: {count} tensors of {folder.name}; {left_out} rows beyond the vocabulary of {args.model} left out")
     return 0
 
 

@@ -507,6 +507,15 @@ class Config(Strict):
         return self
 
     @model_validator(mode="after")
+    def _only_the_policy_has_a_refit(self) -> Config:
+        value = self.value is not None and self.value.megatron_cfg.clear_memory_caches_before_refit
+        if value and not self.policy.megatron_cfg.clear_memory_caches_before_refit:
+            raise ValueError(
+                "value.megatron_cfg.clear_memory_caches_before_refit is not read: set it in policy.megatron_cfg"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _value_reads_what_the_policy_writes(self) -> Config:
         longest = self.policy.max_total_sequence_length
         if self.value is not None and self.value.max_total_sequence_length < longest:

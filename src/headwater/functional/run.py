@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,9 @@ from headwater.errors import HeadwaterError, UserError
 from headwater.functional.jobs import Job
 
 RUN_LOG, METRICS = "run.log", "metrics.json"
-_OWN = (RUN_LOG, METRICS, "checkpoints", "logs")
+_PLACES = {"checkpointing.checkpoint_dir": "checkpoints", "logger.log_dir": "logs"}
+_OWN = (RUN_LOG, METRICS, *_PLACES.values())
+_FIRST_LINE = "$ headwater train "
 
 
 def run_job(job: Job, overrides: Sequence[str], folder: Path, show: Callable[[str], None]) -> int:
@@ -27,19 +31,26 @@ def run_job(job: Job, overrides: Sequence[str], folder: Path, show: Callable[[st
 
     What an earlier run of a job left in the folder is removed: resumed from it, nothing would train. Returns the exit
     code: that of the training where it is not 0, else 0, 1 where something does not hold, 2 where one cannot tell.
-    Raises UserError for a configuration that is refused, or a folder that holds other things.
+    Raises UserError for a configuration that is refused, or a folder that is not of a job.
     """
-    places = [f"checkpointing.checkpoint_dir={folder}/checkpoints", f"logger.log_dir={folder}/logs"]
-    words = [job.recipe, *places, *overrides]
+    for key in _PLACES:
+        if any(override.partition("=")[0].strip() == key for override in overrides):
+            raise UserError(f"{key} is the job's own: give --output")
+    places = [f"{key}={json.dumps(str(folder / name))}" for key, name in _PLACES.items()]
+    words = [job.recipe, *overrides, *places]
     config = load_config(words[0], words[1:]).config
     _clear(folder)
     with (folder / RUN_LOG).open("w", buffering=1) as log:
 
         def tell(line: str) -> None:
-            log.write(line + "\n")
-            show(line)
+            try:
+                log.write(line + "\n")
+            except OSError as error:
+                raise UserError(f"cannot write {folder / RUN_LOG}: {error.strerror or error}") from error
+            with suppress(BrokenPipeError):  # its reader went away, as `head` does; the verdict is in the log
+                show(line)
 
-        tell(f"$ {' '.join(['headwater', 'train', *words])}")
+        tell(f"{_FIRST_LINE}{shlex.join(words)}")
         code = _train(words, tell)
         if code != 0:
             tell(f"{job.recipe}: FAILED, the training ended with exit code {code}; see {folder / RUN_LOG}")
@@ -55,14 +66,20 @@ def run_job(job: Job, overrides: Sequence[str], folder: Path, show: Callable[[st
 def _clear(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        others = sorted(path.name for path in folder.iterdir() if path.name not in _OWN)
-        if others:
-            raise UserError(f"{folder} holds {others[0]}, which is no job's: give an empty --output")
+        found = sorted(path.name for path in folder.iterdir())
+        others = [name for name in found if name not in _OWN]
+        if others or (found and not _is_a_job_s(folder / RUN_LOG)):
+            raise UserError(f"{folder} holds {(others or found)[0]}, which is no job's: give another --output")
         for name in _OWN:
             path = folder / name
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"cannot use {folder}: {error.strerror or error}; give another --output") from error
+
+
+def _is_a_job_s(log: Path) -> bool:
+    """A run that is not a job's has checkpoints and logs by the same names."""
+    return log.is_file() and log.open(errors="replace").read(len(_FIRST_LINE)) == _FIRST_LINE
 
 
 def _train(words: Sequence[str], tell: Callable[[str], None]) -> int:
@@ -76,8 +93,12 @@ def _train(words: Sequence[str], tell: Callable[[str], None]) -> int:
         _passing_on(child),
     ):
         assert child.stdout is not None
-        for line in child.stdout:
-            tell(line.rstrip("\n"))
+        try:
+            for line in child.stdout:
+                tell(line.rstrip("\n"))
+        except BaseException:
+            child.kill()  # nobody reads what it says any more
+            raise
     code = child.returncode
     return code if code >= 0 else 128 - code
 

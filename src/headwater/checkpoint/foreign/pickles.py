@@ -10,6 +10,7 @@ import io
 import math
 import os
 import pickle
+import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -350,10 +351,14 @@ def load_layout(descriptor: int, begin: int, end: int) -> TensorLayout:
     with open_archive(descriptor, begin, end) as archive:
         entries = {entry.filename: entry for entry in archive.infolist()}
         pickled = [name for name in entries if name.endswith("/data.pkl")]
-        if len(pickled) != 1 or entries[pickled[0]].file_size > _LARGEST_TENSOR_PICKLE:
+        orders = [name for name in entries if name.endswith("/byteorder")]
+        read = [entries[name] for name in (*pickled, *orders)]
+        if len(pickled) != 1 or len(orders) > 1 or any(entry.file_size > _LARGEST_TENSOR_PICKLE for entry in read):
             raise BadArchiveError("not an archive of one tensor")
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in read):
+            raise BadArchiveError("compressed, which torch.save does not do")
         raw = archive.read(pickled[0])
-        if any(archive.read(name) != b"little" for name in entries if name.endswith("/byteorder")):
+        if any(archive.read(name) != b"little" for name in orders):
             raise RefusedPickleError("its bytes are not in little-endian order")
     try:
         storage, offset, shape, strides = _LayoutUnpickler(io.BytesIO(raw)).load()

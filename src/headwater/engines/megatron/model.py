@@ -128,6 +128,8 @@ def build(
         family = with_adapters(family, peft.target_modules, peft.rank)
         for chunk in chunks:
             chunk.requires_grad_(False)
+            if chunk.pre_process:
+                chunk.embedding.register_forward_hook(_begin_gradients)
     if values:
         family = with_value_head(family)
         for chunk in chunks:
@@ -143,6 +145,11 @@ def build(
             # Megatron says so where it initializes at random; by this it counts a gradient once in the norm.
             parameter.tensor_model_parallel = model.map.is_cut(name)
     return model
+
+
+def _begin_gradients(_: Any, __: Any, embedded: torch.Tensor) -> torch.Tensor:
+    """Recomputed layers pass gradients on only to inputs that need one, which what is frozen does not give."""
+    return embedded.requires_grad_(torch.is_grad_enabled())
 
 
 def transformer_config(
