@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -280,13 +280,11 @@ def run(job: Job, outcome: dict[str, Any]) -> None:
         outcome["load torch"] = alone.load_and_go_on("saved", "again-torch", {})
 
 
-def main(folder: Path, rank: int) -> None:
+def in_turns(folder: Path, rank: int, run: Callable[[Any, dict[str, Any]], None], kind: type[Job] = Job) -> None:
+    """Jobs of four, two and one rank, as this process takes part in them; FOLDER/RANK.json says what came out."""
     torch.set_num_threads(1)
     cpu.enable()
     outcome: dict[str, Any] = {}
-    for model in FAMILIES:
-        if rank == 0:
-            make_model(model, folder)
     for world, ranks in ((4, (0, 1, 2, 3)), (2, (0, 1)), (1, (3,))):
         if rank in ranks:
             place = ranks.index(rank)
@@ -294,10 +292,17 @@ def main(folder: Path, rank: int) -> None:
             dist.init_process_group(
                 "gloo", init_method=rendezvous, rank=place, world_size=world, timeout=timedelta(seconds=240)
             )
-            run(Job(folder, world, place), outcome)
+            run(kind(folder, world, place), outcome)
             dist.barrier()
             dist.destroy_process_group()
     (folder / f"{rank}.json").write_text(json.dumps(outcome))
+
+
+def main(folder: Path, rank: int) -> None:
+    for model in FAMILIES:
+        if rank == 0:
+            make_model(model, folder)
+    in_turns(folder, rank, run)
 
 
 if __name__ == "__main__":

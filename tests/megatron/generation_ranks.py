@@ -6,9 +6,7 @@ engine_ranks.py all four are one job first, then ranks 0 and 1, then rank 3 alon
 
 from __future__ import annotations
 
-import json
 import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +14,13 @@ sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "unit" 
 
 import torch
 import torch.distributed as dist
-from engine_ranks import CP, EP, PP, SP, TP, VPP, Job
+from engine_ranks import CP, EP, PP, SP, TP, VPP, Job, in_turns
 from families import VOCABULARY, make_model
 from transformers import GenerationConfig
 
 from headwater.data.types import Problem, Prompt, SamplingParams
 from headwater.engines.base import GenerateEngine
 from headwater.engines.generate.trainers import CopiedWeights
-from headwater.engines.megatron import cpu
 from headwater.models.resolve import load_tokenizer, resolve
 
 DENSE, MOE = ("llama-tied", "qwen3"), ("mixtral", "qwen2_moe")
@@ -123,32 +120,22 @@ def answers(generator: GenerateEngine, kind: str) -> tuple[list[list[int]], list
     )
 
 
+def run(job: Job, outcome: dict[str, Any]) -> None:
+    for layout, sizes in LAYOUTS[job.world].items():
+        for model in (*DENSE, *MOE):
+            if fits(model, layout):
+                outcome[f"{model} {layout}"] = scenario(job, model, sizes)
+    if job.world == 2:
+        outcome["tiny pp2-vpp2"] = scenario(job, "tiny", VPP)
+        outcome["qwen3 tp2-sp-lora"] = scenario(job, "qwen3", {**SP, "peft.enabled": "true"})
+
+
 def main(folder: Path, rank: int) -> None:
-    torch.set_num_threads(1)
-    cpu.enable()
-    outcome: dict[str, Any] = {}
     if rank == 0:
         for model in (*DENSE, *MOE):
             ends = GenerationConfig(eos_token_id=[2, VOCABULARY - 1])
             ends.save_pretrained(make_model(model, folder))
-    for world, ranks in ((4, (0, 1, 2, 3)), (2, (0, 1)), (1, (3,))):
-        if rank in ranks:
-            place = ranks.index(rank)
-            rendezvous = f"file://{folder}/rendezvous-{world}"
-            dist.init_process_group(
-                "gloo", init_method=rendezvous, rank=place, world_size=world, timeout=timedelta(seconds=240)
-            )
-            job = Job(folder, world, place)
-            for layout, sizes in LAYOUTS[world].items():
-                for model in (*DENSE, *MOE):
-                    if fits(model, layout):
-                        outcome[f"{model} {layout}"] = scenario(job, model, sizes)
-            if world == 2:
-                outcome["tiny pp2-vpp2"] = scenario(job, "tiny", VPP)
-                outcome["qwen3 tp2-sp-lora"] = scenario(job, "qwen3", {**SP, "peft.enabled": "true"})
-            dist.barrier()
-            dist.destroy_process_group()
-    (folder / f"{rank}.json").write_text(json.dumps(outcome))
+    in_turns(folder, rank, run)
 
 
 if __name__ == "__main__":

@@ -6,18 +6,15 @@ then ranks 0 and 1 are a job of two, while rank 3 does what one process does, wi
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from engine_ranks import LAYOUTS as OF_WEIGHTS
-from engine_ranks import PP, SLOWLY, SP, TP, VPP, Job, digests
+from engine_ranks import PP, SLOWLY, SP, TP, VPP, Job, digests, in_turns
 from families import MOE, make_model
 from parallel_ranks import rollout
 from safetensors.torch import load_file, save_file
@@ -27,7 +24,6 @@ from headwater.checkpoint.digest import digest
 from headwater.config.load import load_config
 from headwater.data.types import TrainSequence
 from headwater.engines.base import ForwardBackward, LossFn, OptimStep
-from headwater.engines.megatron import cpu
 from headwater.errors import UserError
 from headwater.models.resolve import resolve
 
@@ -219,23 +215,10 @@ def run(job: LoraJob, outcome: dict[str, Any]) -> None:
 
 
 def main(folder: Path, rank: int) -> None:
-    torch.set_num_threads(1)
-    cpu.enable()
-    outcome: dict[str, Any] = {}
     if rank == 0:
         for model in MODELS:
             make_model(model, folder)
-    for world, ranks in ((4, (0, 1, 2, 3)), (2, (0, 1)), (1, (3,))):
-        if rank in ranks:
-            place = ranks.index(rank)
-            rendezvous = f"file://{folder}/rendezvous-{world}"
-            dist.init_process_group(
-                "gloo", init_method=rendezvous, rank=place, world_size=world, timeout=timedelta(seconds=240)
-            )
-            run(LoraJob(folder, world, place), outcome)
-            dist.barrier()
-            dist.destroy_process_group()
-    (folder / f"{rank}.json").write_text(json.dumps(outcome))
+    in_turns(folder, rank, run, LoraJob)
 
 
 if __name__ == "__main__":

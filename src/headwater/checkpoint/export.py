@@ -68,7 +68,14 @@ def export_dcp(checkpoint: Checkpoint, component: str, output: Path, on_bytes: O
     values, paths = stored_values(checkpoint, component)
     planner = _ReadingPlanner(reader, values, paths, on_bytes)
     needed = stored_bytes(reader, reader.names())
-    with new_output(output, checkpoint.folder, needed) as folder, warnings.catch_warnings():
+    with new_output(output, checkpoint.folder, needed) as folder:
+        write_dcp(planner, folder, output)
+    return len(reader.names())
+
+
+def write_dcp(planner: DefaultSavePlanner, folder: Path, output: Path) -> None:
+    """What a planner gives, as torch DCP's files. Raises UserError, of `output`, where that fails."""
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is no process group
         try:
             save({}, storage_writer=FileSystemWriter(folder), planner=planner, no_dist=True)
@@ -77,7 +84,6 @@ def export_dcp(checkpoint: Checkpoint, component: str, output: Path, on_bytes: O
             if isinstance(inner, HeadwaterError):
                 raise inner from None
             raise UserError(f"{output}: cannot be written: {' '.join(str(inner).split())}") from inner
-    return len(reader.names())
 
 
 def stored_bytes(reader: ComponentReader, names: list[str]) -> int:

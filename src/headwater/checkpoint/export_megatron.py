@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,22 +18,19 @@ from typing import Any
 
 import torch
 import yaml
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from headwater.bridge.registry import find_family, folder_config
 from headwater.bridge.torch_dist import Key, Parameter, parameters
 from headwater.checkpoint.dtypes import DTYPES
-from headwater.checkpoint.export import new_output, stored_bytes
+from headwater.checkpoint.export import new_output, stored_bytes, write_dcp
 from headwater.checkpoint.export_hf import require_own_model
 from headwater.checkpoint.foreign.megatron import COMMON_NAME
 from headwater.checkpoint.reader import Checkpoint, ComponentReader, OnBytes
 from headwater.config.schema import OptimizerConfig
-from headwater.errors import HeadwaterError, UserError
+from headwater.errors import UserError
 from headwater.models.resolve import shorten
 
 _STATE = "optimizer.state."
@@ -59,15 +55,8 @@ def export_megatron(
     require_own_model(checkpoint, model)
     planner = _Planner(reader, _fitting(checkpoint, reader, model), on_bytes)
     needed = stored_bytes(reader, reader.names())
-    with new_output(output, checkpoint.folder, needed) as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is no process group
-        try:
-            save({}, storage_writer=FileSystemWriter(folder), planner=planner, no_dist=True)
-        except CheckpointException as error:
-            inner = next(iter(error.failures.values()))[0]
-            if isinstance(inner, HeadwaterError):
-                raise inner from None
-            raise UserError(f"{output}: cannot be written: {' '.join(str(inner).split())}") from inner
+    with new_output(output, checkpoint.folder, needed) as folder:
+        write_dcp(planner, folder, output)
         torch.save(_common(checkpoint, component, reader, planner.has_state), folder / COMMON_NAME)
         described = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         described |= {"common_backend": "torch", "common_backend_version": 1}
