@@ -284,6 +284,9 @@ def in_turns(folder: Path, rank: int, run: Callable[[Any, dict[str, Any]], None]
     """Jobs of four, two and one rank, as this process takes part in them; FOLDER/RANK.json says what came out."""
     torch.set_num_threads(1)
     cpu.enable()
+    from megatron.core import optimizer
+
+    optimizer.USING_PYTORCH_OPTIMIZER, optimizer.Adam = False, None  # as where there is another than torch's
     outcome: dict[str, Any] = {}
     for world, ranks in ((4, (0, 1, 2, 3)), (2, (0, 1)), (1, (3,))):
         if rank in ranks:

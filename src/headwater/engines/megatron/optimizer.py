@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from megatron.core import optimizer as of_megatron
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 from headwater.config.schema import EngineConfig
@@ -24,6 +25,8 @@ class MegatronAdam:
         self._group = group
         optimizer = config.optimizer
         dtype = model.config.params_dtype
+        # Adam of Transformer Engine or Apex has one step for all parameters; a checkpoint holds each one's.
+        of_megatron.USING_PYTORCH_OPTIMIZER = True
         self._megatron = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
