@@ -65,13 +65,9 @@ def run_check(args: argparse.Namespace) -> int:
 
 
 def _load(path: str) -> dict[str, dict[str, float]]:
-    from headwater.metrics.dump import read_dump
-    from headwater.metrics.sinks import read_jsonl
+    from headwater.metrics.dump import read_dump, read_series
 
-    if path.endswith(".jsonl"):
-        series = read_jsonl(path)
-        return {tag: {str(step): value for step, value in points.items()} for tag, points in series.items()}
-    return read_dump(path)
+    return read_series(path) if path.endswith(".jsonl") else read_dump(path)
 
 
 def _replace(path: Path, text: str) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from headwater.config.schema import Config
 from headwater.errors import UserError
 from headwater.metrics import names
+
+if TYPE_CHECKING:  # every command's parser lists the jobs
+    from headwater.config.schema import Config
 
 
 @dataclass(frozen=True)

@@ -121,12 +121,10 @@ def _passing_on(child: subprocess.Popen[str]) -> Iterator[None]:
 
 
 def _of_metrics(job: Job, config: Config, folder: Path) -> list[tuple[int, str]]:
-    from headwater.metrics.dump import encode_dump
+    from headwater.metrics.dump import encode_dump, read_series
     from headwater.metrics.expressions import check
-    from headwater.metrics.sinks import read_jsonl
 
-    series = read_jsonl(Path(config.logger.log_dir) / "metrics.jsonl")
-    data = {tag: {str(step): value for step, value in points.items()} for tag, points in sorted(series.items())}
+    data = dict(sorted(read_series(Path(config.logger.log_dir) / "metrics.jsonl").items()))
     (folder / METRICS).write_text(encode_dump(data))
     found = []
     for expression in job.checks(config):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from headwater.errors import UserError
 from headwater.metrics.numbers import from_json, to_json
+from headwater.metrics.sinks import read_jsonl
 
 
 class _Point(NamedTuple):
@@ -71,6 +72,11 @@ def read_dump(path: str | Path) -> dict[str, dict[str, float]]:
         except ValueError as error:
             raise UserError(f"{path}, tag {tag}: {error}") from error
     return data
+
+
+def read_series(path: str | Path) -> dict[str, dict[str, float]]:
+    """A metrics.jsonl in the form of a dump: tag to step (as text) to value. Raises UserError if it cannot be read."""
+    return {tag: {str(step): value for step, value in points.items()} for tag, points in read_jsonl(path).items()}
 
 
 def _points(files: Iterator[Path]) -> list[_Point]:
