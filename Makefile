@@ -20,7 +20,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@touch $@
 
 $(VENV)/.installed-megatron: $(VENV)/.installed
-	@$(PIP) -e '.[dev,megatron]'
+	@$(PIP) -e '.[dev,megatron,nvrx]'
 	@touch $@
 
 $(VENV)/.installed-bench: $(VENV)/.installed

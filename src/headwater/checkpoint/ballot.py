@@ -28,7 +28,7 @@ from pathlib import Path
 
 from headwater.checkpoint.commit import commit, committed, discard, sync_folder
 from headwater.checkpoint.manifest import MANIFEST_NAME, CorruptCheckpointError, Manifest, validate
-from headwater.checkpoint.ranks import rank_file
+from headwater.checkpoint.ranks import is_file_of
 from headwater.checkpoint.votes import VOTES_NAME, Refusal, RefusedError, Vote, seal, unseal, vote_name
 from headwater.checkpoint.write_request import WriteRequest
 from headwater.errors import HeadwaterError
@@ -143,9 +143,8 @@ class Ballot:
                     f"{source}: rank {rank} saved {name} {getattr(part, name)}, "
                     f"rank {request.rank} {getattr(request, name)}"
                 )
-        own = {rank_file(chunk.component, rank) for chunk in part.chunks}
         for file in part.files:
-            if file.path not in own and rank != 0:
+            if rank != 0 and not is_file_of(file.path, rank):
                 raise CorruptCheckpointError(f"{source}: {file.path} is no file of rank {rank}")
             try:
                 found = os.lstat(self._folder / file.path)

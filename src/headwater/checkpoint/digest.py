@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, TypeVar
@@ -31,6 +32,7 @@ __all__ = [
     "device_sum",
     "device_sums",
     "digest",
+    "digest_all",
     "digest_bytes",
     "digest_on_device",
     "digests",
@@ -49,6 +51,20 @@ def digest(tensor: torch.Tensor) -> int:
         `digest_bytes` of the contiguous bytes.
     """
     return digests([tensor])[0] if tensor.device.type == "cpu" else digest_on_device(tensor)
+
+
+def digest_all(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """`digest` of several tensors anywhere: of each device in one go, behind what its stream was asked for."""
+    places: dict[torch.device, list[int]] = defaultdict(list)
+    for index, tensor in enumerate(tensors):
+        places[tensor.device].append(index)
+    values = [0] * len(tensors)
+    for device, there in places.items():
+        some = [tensors[index] for index in there]
+        found = digests(some) if device.type == "cpu" else device_sums(some).tolist()
+        for index, value in zip(there, found, strict=True):
+            values[index] = value if device.type == "cpu" else finish(value, tensors[index].nbytes)
+    return values
 
 
 def digests(tensors: Sequence[torch.Tensor]) -> list[int]:

@@ -14,8 +14,18 @@ class Staged(Protocol):
         ...
 
 
+class HandleKeeper(Protocol):
+    """Something that keeps another process's handles to memory, by which a device does not get it back when freed."""
+
+    def let_go(self) -> None:
+        """Close them."""
+        ...
+
+
 class Fence:
     """Keeps an engine's storage as it is until all that was registered has read it. It never waits for a disk.
+
+    Whoever writes it waits; whoever frees or moves it vacates.
 
     timeout_s: the longest that one wait may take.
     """
@@ -23,6 +33,7 @@ class Fence:
     def __init__(self, timeout_s: float = 600.0) -> None:
         self._timeout_s = timeout_s
         self._readers: list[Staged] = []
+        self._keepers: list[HandleKeeper] = []
         self._waited_s = 0.0
         self._removed = False
 
@@ -30,8 +41,20 @@ class Fence:
         """From now on `wait` waits for this one too."""
         self._readers.append(reader)
 
+    def keep_handles(self, keeper: HandleKeeper) -> None:
+        """The next `vacate` asks it to let go, once."""
+        if keeper not in self._keepers:
+            self._keepers.append(keeper)
+
+    def vacate(self) -> list[Staged]:
+        """Call before any storage is freed or moved: `wait`, and no process has a handle to it any more."""
+        passed = self.wait()
+        while self._keepers and not self._removed:
+            self._keepers.pop().let_go()
+        return passed
+
     def wait(self) -> list[Staged]:
-        """Call before any storage is written, freed or moved. Raises HeadwaterError on a timeout.
+        """Call before any storage is written. Raises HeadwaterError on a timeout.
 
         Returns what read the storage since the last call: it holds what the tensors hold still.
         """

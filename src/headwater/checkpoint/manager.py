@@ -3,7 +3,8 @@
 live tensors -> snapshot -> write -> compare digests -> commit -> prune
                 (staged)    (written)                   (committed)
 
-With `strategy: sync` (sync.py) all of it happens in `save`; with `native` (native.py) a part of the first arrow alone.
+With `strategy: sync` all of it happens in `save`; with `native` a part of the first arrow alone, with `nvrx` the whole
+of it (strategies/).
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from headwater.checkpoint.collector import collector_paused, collector_running
 from headwater.checkpoint.commit import discard
 from headwater.checkpoint.fence import Fence
 from headwater.checkpoint.layout import PAGE
-from headwater.checkpoint.native import NativeSaver
 from headwater.checkpoint.pruner import Pruner
 from headwater.checkpoint.ranks import Ranks
 from headwater.checkpoint.reader import TRAINER_NAME, Checkpoint
 from headwater.checkpoint.save_order import SaveOrder, SaveResult
 from headwater.checkpoint.small_files import TokenizerFiles, trainer_json
-from headwater.checkpoint.sync import save_now
+from headwater.checkpoint.strategies.saver import Saver, make_saver
+from headwater.checkpoint.strategies.sync import save_now
 from headwater.checkpoint.watch import Watch
 from headwater.config.schema import CheckpointingConfig
 from headwater.errors import HeadwaterError, UserError
@@ -69,7 +70,7 @@ class CheckpointManager:
         self.root = Path(config.checkpoint_dir).expanduser()
         self._news = News()
         self._errors: list[HeadwaterError] = []
-        self._changing = threading.RLock()  # news, metrics and retention are touched by native's threads too
+        self._changing = threading.RLock()  # news, metrics and retention are touched by a strategy's threads too
         self._closed = False
         self._last_time = 0
         self._tokenizer_files = TokenizerFiles()
@@ -83,13 +84,14 @@ class CheckpointManager:
             self._last_time = self._look_around()
         else:
             preflight.make(self.root)
-        native = config.strategy == "native"
-        self._pruner = Pruner(self.root, config, background=native, active=self._is_first)
-        self._native = None
-        if native:
-            lock_fd = self._lock.fileno() if self._lock is not None else None
-            silence_s, timeout_s = config.writer_silence_s, config.vote_timeout_s
-            self._native = NativeSaver(self.root, lock_fd, silence_s, self._saved, ranks, timeout_s)
+        lock_fd = self._lock.fileno() if self._lock is not None else None
+        try:
+            self._saver: Saver | None = make_saver(config, self.root, lock_fd, self._saved, ranks)
+        except BaseException:
+            if self._lock is not None:
+                self._lock.close()
+            raise
+        self._pruner = Pruner(self.root, config, background=self._saver is not None, active=self._is_first)
 
     def _look_around(self) -> int:
         """Remove what never committed; when the last checkpoint here was saved, in ns of the epoch, 0 if none was."""
@@ -103,17 +105,17 @@ class CheckpointManager:
     def close(self) -> None:
         """Wait for what is being written, then let another run use the folder; nothing can be saved any more."""
         self._closed = True
-        if self._native is not None:
+        if self._saver is not None:
             try:
-                self._native.wait_committed(_COMMIT_TIMEOUT_S)
+                self._saver.wait_committed(_COMMIT_TIMEOUT_S)
             except HeadwaterError as error:
                 _log.error("%s", error)
             for error in self._errors:
                 _log.error("%s", error)
         self._pruner.close()
-        if self._native is not None:
-            self._native.close()
-            self._native = None
+        if self._saver is not None:
+            self._saver.close()
+            self._saver = None
         if self._lock is not None and not self._lock.closed:
             votes.clear(self.root)
             self._lock.close()
@@ -123,30 +125,30 @@ class CheckpointManager:
 
         sizes: bytes of each component's tensors. pin: whether they live on a CUDA device.
         """
-        if self._native is not None:
-            self._native.prepare(sizes, pin)
+        if self._saver is not None:
+            self._saver.prepare(sizes, pin)
             if self._is_first:
                 self._tokenizer_files.of(tokenizer)
 
     @property
     def pending(self) -> int:
         """Saves that are neither committed nor failed."""
-        return self._native.pending if self._native is not None else 0
+        return self._saver.pending if self._saver is not None else 0
 
     @property
     def has_room(self) -> bool:
         """Whether a save would not have to wait for one before it."""
-        return self._native is None or self._native.has_room
+        return self._saver is None or self._saver.has_room
 
     @property
     def writer_pid(self) -> int | None:
-        """Process id of native's writer."""
-        return self._native.writer_pid if self._native is not None else None
+        """Process id of the process that writes."""
+        return self._saver.writer_pid if self._saver is not None else None
 
     def wait_staged(self, timeout: float = 600.0) -> None:
         """Return when no live tensor is read any more. Raises HeadwaterError after `timeout` seconds."""
-        if self._native is not None:
-            self._native.wait_staged(timeout)
+        if self._saver is not None:
+            self._saver.wait_staged(timeout)
 
     def wait_committed(self, timeout: float = _COMMIT_TIMEOUT_S) -> None:
         """Return when every save so far is committed.
@@ -154,8 +156,8 @@ class CheckpointManager:
         Raises the error of one that failed, unless `on_save_error` is continue, and HeadwaterError after `timeout`
         seconds.
         """
-        if self._native is not None:
-            self._native.wait_committed(timeout)
+        if self._saver is not None:
+            self._saver.wait_committed(timeout)
         self.raise_error()
 
     def wait_pruned(self) -> None:
@@ -176,10 +178,10 @@ class CheckpointManager:
         self.raise_error()
         with self._changing:
             news, self._news = self._news, News()
-        if self._native is not None:
-            news.metrics["checkpoint/pending"] = float(self._native.pending)
-            news.metrics["checkpoint/writer_restarts"] = float(self._native.writer_restarts)
-            news.metrics["checkpoint/skipped"] = float(self._native.skipped)
+        if self._saver is not None:
+            news.metrics["checkpoint/pending"] = float(self._saver.pending)
+            news.metrics["checkpoint/writer_restarts"] = float(self._saver.writer_restarts)
+            news.metrics["checkpoint/skipped"] = float(self._saver.skipped)
         return news
 
     def latest(self) -> Checkpoint | None:
@@ -231,10 +233,10 @@ class CheckpointManager:
         may_skip: bool = True,
         watch: Watch | None = None,
     ) -> Path | None:
-        """Save, prove, commit and prune; with `native`, return as soon as training may go on.
+        """Save, prove, commit and prune; with `native` and `nvrx`, return as soon as training may go on.
 
         components: chunks of each component, such as {"policy": [...]}. trainer_state: JSON values, without NaN.
-        tokenizer: called with a folder to write the tokenizer's files into; with `native`, once.
+        tokenizer: called with a folder to write the tokenizer's files into; once, except with `sync`.
         Several ranks each give their own chunks; what else they give is not saved, except rank 0's.
         fences: of the engines that the chunks belong to. may_skip: whether `when_busy: skip` holds for this save.
         watch: made of the chunks' tensors when they held what is to be saved, where that was before this call.
@@ -242,12 +244,12 @@ class CheckpointManager:
         and `on_save_error` is continue; `take_news` tells of what comes later.
         Raises UserError when the file system refuses, HeadwaterError when what was written is not what the live
         tensors hold or `trainer_state` is not JSON; in each case nothing is left behind and the previous checkpoint
-        stays the newest. With `native`, what fails after the return is raised by a later call of `save`,
+        stays the newest. What fails after the return is raised by a later call of `save`,
         `take_news` or `wait_committed`.
         """
         self.raise_error()
         started = time.perf_counter()
-        token = self._native.new_save(step) if self._native is not None else ""
+        token = self._saver.new_save(step) if self._saver is not None else ""
         try:
             if self._closed:
                 raise HeadwaterError(f"step {step} cannot be saved: the checkpoints in {self.root} are closed")
@@ -261,7 +263,7 @@ class CheckpointManager:
             if self._is_first:
                 small_files |= {TRAINER_NAME: trainer_json(trainer_state), "config.yaml": config_yaml.encode()}
             self.require_space(_bytes_needed(chunks, small_files) * self._world)  # ranks' parts are about as large
-            if self._native is not None and self._is_first:
+            if self._saver is not None and self._is_first:
                 small_files |= self._tokenizer_files.of(tokenizer)
             order = SaveOrder(
                 step=step,
@@ -275,31 +277,34 @@ class CheckpointManager:
                 watch=watch,
             )
             folder, saved = None, True
-            if self._native is None:
+            if self._saver is None:
                 with collector_running():
                     result = save_now(self.root, order, tokenizer)
                 self._saved(result)
                 folder = result.folder
             else:
                 may_skip = may_skip and self._config.when_busy == "skip"
-                saved = self._native.save(token, order, fences, skip_when_busy=may_skip)
+                saved = self._saver.save(token, order, fences, skip_when_busy=may_skip)
+                if not self._config.async_save:
+                    with collector_running():
+                        self.wait_committed()
         except Exception as error:
-            if self._native is not None:
-                self._native.refuse(token, step, str(error))
+            if self._saver is not None:
+                self._saver.refuse(token, step, str(error))
             if not isinstance(error, HeadwaterError) or self._config.on_save_error == "stop":
                 raise
             self._report(error)
             return None
         with self._changing:
             self._news.metrics["checkpoint/stall_s"] = time.perf_counter() - started
-            if self._native is not None:
-                self._news.metrics["checkpoint/busy_wait_s"] = self._native.take_busy_s()
+            if self._saver is not None:
+                self._news.metrics["checkpoint/busy_wait_s"] = self._saver.take_busy_s()
                 text = "staged step {}, writing" if saved else "skipped the save of step {}: the writer is busy"
                 self._news.notes.append(text.format(step))
         return folder
 
     def _saved(self, result: SaveResult) -> None:
-        """Take note of a save that ended; with `native`, in a thread of its own."""
+        """Take note of a save that ended, perhaps in another thread."""
         with self._changing:
             if result.error is not None:
                 if self._config.on_save_error == "stop":
@@ -343,10 +348,9 @@ class CheckpointManager:
 
 def _check_for_many(config: CheckpointingConfig, world: int) -> None:
     """Raises UserError for what several ranks cannot do together."""
-    if config.strategy != "native":
+    if config.strategy == "sync":
         raise UserError(
-            f"checkpointing.strategy={config.strategy} saves one rank alone, here are {world}: "
-            "set checkpointing.strategy=native"
+            f"checkpointing.strategy=sync saves one rank alone, here are {world}: set checkpointing.strategy=native"
         )
     if config.when_busy == "skip":
         raise UserError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass
 
 SAVE_ID_DIGITS = 8
@@ -40,6 +41,16 @@ class Ranks:
         """
         text = json.dumps([self.session, step, time])
         return hashlib.blake2s(text.encode(), digest_size=16).hexdigest()
+
+
+NVRX_FOLDER = "nvrx"
+"""In a checkpoint's folder: of the files that NVRx wrote."""
+
+
+def is_file_of(path: str, rank: int) -> bool:
+    """Whether a path in a checkpoint's folder is that of a rank's tensors, whoever wrote them."""
+    ours, of_nvrx = rf"[a-z0-9_]+/rank-{rank:05d}\.safetensors", rf"{NVRX_FOLDER}/__{rank}_\d+\.distcp"
+    return re.fullmatch(f"{ours}|{of_nvrx}", path) is not None
 
 
 def rank_file(component: str, rank: int) -> str:

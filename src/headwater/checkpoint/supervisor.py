@@ -24,14 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import headwater
-from headwater.checkpoint import preflight
 from headwater.checkpoint.ballot import Ballot
 from headwater.checkpoint.commit import committed, discard
 from headwater.checkpoint.host_buffer import Lease
 from headwater.checkpoint.ranks import SAVE_ID_DIGITS
-from headwater.checkpoint.votes import Refusal
+from headwater.checkpoint.votes import Refusal, error_of
 from headwater.checkpoint.write_request import WriteRequest, receive, send
-from headwater.errors import HeadwaterError, UserError
+from headwater.errors import HeadwaterError
 
 _log = logging.getLogger(__name__)
 _MAX_ATTEMPTS = 3
@@ -190,7 +189,8 @@ class Supervisor:
             measured = {key: float(message[key]) for key in ("bytes", "write_s", "readback_s", "commit_s")}
             self._finish(job, measured, None)
         else:
-            self._finish(job, {}, _error(job, message))
+            refusal = Refusal(message["by"], message["errno"], message["text"])
+            self._finish(job, {}, error_of(refusal, job.request.step, job.root))
 
     def _finish(self, job: Job, measured: dict[str, float], error: HeadwaterError | None) -> None:
         self._jobs.remove(job)
@@ -300,11 +300,3 @@ def _environment() -> dict[str, str]:
     package_parent = str(Path(headwater.__file__).resolve().parent.parent)
     path = [package_parent, *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-
-
-def _error(job: Job, message: dict[str, Any]) -> HeadwaterError:
-    rank = "" if message["by"] is None else f"rank {message['by']}: "
-    if message["errno"] is None:
-        return HeadwaterError(f"{rank}{message['text']}")
-    cause = preflight.explain(OSError(message["errno"], message["text"]))
-    return UserError(f"{rank}saving step {job.request.step} to {job.root} failed: {cause}")

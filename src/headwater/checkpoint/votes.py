@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headwater.checkpoint import preflight
 from headwater.checkpoint.byte_digest import digest_bytes
 from headwater.checkpoint.manifest import CorruptCheckpointError, FileEntry, Manifest
 from headwater.checkpoint.write_request import WriteRequest
-from headwater.errors import HeadwaterError
+from headwater.errors import HeadwaterError, UserError
 
 VOTES_NAME = ".votes"
 
@@ -42,6 +43,15 @@ def refusal_of(error: Exception) -> Refusal:
         return Refusal(None, error.errno, error.strerror or str(error))
     name = "" if isinstance(error, HeadwaterError) else f"{type(error).__name__}: "
     return Refusal(None, None, f"{name}{error}"[:4000])
+
+
+def error_of(refusal: Refusal, step: int, root: Path) -> HeadwaterError:
+    """What a trainer is told of its save of a step into `root`: the file system's refusals with their remedy."""
+    rank = "" if refusal.by is None else f"rank {refusal.by}: "
+    if refusal.errno is None:
+        return HeadwaterError(f"{rank}{refusal.text}")
+    cause = preflight.explain(OSError(refusal.errno, refusal.text))
+    return UserError(f"{rank}saving step {step} to {root} failed: {cause}")
 
 
 @dataclass(frozen=True)

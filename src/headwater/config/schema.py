@@ -265,18 +265,28 @@ class CheckpointingConfig(Strict):
     """Save, and resume from `checkpoint_dir` when it holds a committed checkpoint."""
     checkpoint_dir: str = "runs/grpo/checkpoints"
     """Folder of the checkpoints, one run's."""
-    strategy: Literal["native", "sync"] = "native"
-    """native: a separate process writes and commits while training goes on. sync: training waits for the commit."""
+    strategy: Literal["native", "nvrx", "sync"] = "native"
+    """native: a separate process writes and commits while training goes on. nvrx: NVIDIA's resiliency extension writes;
+    for Megatron models. sync: training waits for the commit."""
+    async_save: bool = True
+    """Whether training goes on while native or nvrx write. false: it waits for the commit, as with sync."""
+    ckpt_assume_constant_structure: bool = True
+    """With nvrx: its process keeps handles to device tensors from save to save, which versions before 0.6 never do.
+    They are closed whenever memory moves."""
+    use_persistent_ckpt_worker: bool = True
+    """With nvrx: one process for all saves. false: each save forks one, and training waits for the copies."""
+    async_ckpt_use_cpu_shm: bool = False
+    """With nvrx 0.6 and later: training copies tensors into shared memory, so that its process needs no device."""
     when_busy: Literal["wait", "skip"] = "wait"
-    """With native, where both staging buffers still wait for the disk: wait for one, or skip the save; the last step's
-    is never skipped."""
+    """With native, where both staging buffers still wait for the disk, and with nvrx, where the save before is still
+    being written: wait for one, or skip the save; the last step's is never skipped."""
     verify: Literal["written", "readback"] = "written"
     """What is compared with the live tensors before a commit. written: the bytes that were handed to the disk.
     readback: besides, the files as they are read from the disk again, past the page cache where that is possible."""
     on_save_error: Literal["stop", "continue"] = "stop"
     """Whether a failed save ends the run, or is reported and training goes on."""
     writer_silence_s: PositiveFloat = 120.0
-    """Seconds without a sign of life after which native's writer process is replaced."""
+    """Seconds without a sign of life after which the process that writes is replaced."""
     vote_timeout_s: PositiveFloat = 600.0
     """Where several ranks save together: seconds that rank 0's writer, its own files done, waits for the votes of the
     others before it refuses the save. The others wait for rank 0 twice as long."""
@@ -311,6 +321,15 @@ class CheckpointingConfig(Strict):
     def _nothing_to_save_by_a_time(self) -> CheckpointingConfig:
         if self.checkpoint_must_save_by is not None and not self.enabled:
             raise ValueError("checkpoint_must_save_by needs enabled=true: there is nothing to resume from")
+        return self
+
+    @model_validator(mode="after")
+    def _only_nvrx_reads_its_keys(self) -> CheckpointingConfig:
+        if self.strategy == "nvrx":
+            return self
+        for key in ("ckpt_assume_constant_structure", "use_persistent_ckpt_worker", "async_ckpt_use_cpu_shm"):
+            if getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key} is read only with strategy=nvrx: set strategy=nvrx, or leave it out")
         return self
 
     @model_validator(mode="after")
@@ -503,6 +522,15 @@ class Config(Strict):
             raise ValueError(
                 f"policy.generation.max_batch_size ({generation.max_batch_size}) is smaller than "
                 f"{name}.num_generations_per_prompt ({algorithm.num_generations_per_prompt}): a group is one batch"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _nvrx_saves_megatron_models(self) -> Config:
+        engines = [self.policy, *([self.value] if self.value is not None else [])]
+        if self.checkpointing.strategy == "nvrx" and not all(engine.megatron_cfg.enabled for engine in engines):
+            raise ValueError(
+                "checkpointing.strategy=nvrx saves Megatron models: set megatron_cfg.enabled=true, or strategy=native"
             )
         return self
 

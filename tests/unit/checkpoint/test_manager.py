@@ -15,13 +15,13 @@ import torch
 from headwater.checkpoint import manager as manager_module
 from headwater.checkpoint import preflight
 from headwater.checkpoint import pruner as pruner_module
-from headwater.checkpoint import sync as sync_module
 from headwater.checkpoint.chunk import Chunk
 from headwater.checkpoint.commit import committed
 from headwater.checkpoint.manager import CheckpointManager
 from headwater.checkpoint.manifest import read_manifest
 from headwater.checkpoint.reader import Checkpoint, verify
 from headwater.checkpoint.snapshot import StagedChunk, snapshot
+from headwater.checkpoint.strategies import sync as sync_module
 from headwater.config.schema import CheckpointingConfig
 from headwater.errors import HeadwaterError, UserError
 

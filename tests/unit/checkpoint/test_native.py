@@ -397,8 +397,8 @@ def test_steps_are_whole_numbers(step: Any, make: MakeManager, tensors: Tensors)
 def test_a_save_that_is_waiting_when_its_supervisor_ends_is_told_so(make: MakeManager, root: Path, tensors: Tensors):
     manager = make(on_save_error="continue")
     pid = stopped_in_a_save(manager, tensors, 1)
-    assert manager._native is not None
-    manager._native.close()
+    assert manager._saver is not None
+    manager._saver.close()
     manager.wait_committed(10)
     assert not Path(f"/proc/{pid}").exists()
     assert any("closed before this save was written" in note for note in manager.take_news().notes)

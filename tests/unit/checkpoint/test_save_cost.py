@@ -53,10 +53,10 @@ def test_the_collector_runs_where_a_save_may_wait_long(
     make_manager: Callable[..., CheckpointManager], monkeypatch: pytest.MonkeyPatch
 ):
     manager = make_manager(strategy="native")
-    assert manager._native is not None
+    assert manager._saver is not None
     seen: list[bool] = []
-    real = manager._native._pool.acquire
-    monkeypatch.setattr(manager._native._pool, "acquire", lambda *args: (seen.append(gc.isenabled()), real(*args))[1])
+    real = manager._saver._pool.acquire
+    monkeypatch.setattr(manager._saver._pool, "acquire", lambda *args: (seen.append(gc.isenabled()), real(*args))[1])
     gc.disable()
     try:
         save(manager, 1, many())

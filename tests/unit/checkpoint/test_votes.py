@@ -189,8 +189,8 @@ def failure(manager: CheckpointManager) -> HeadwaterError:
 
 
 def free_sets(manager: CheckpointManager) -> int:
-    assert manager._native is not None
-    return len(manager._native._pool._free)
+    assert manager._saver is not None
+    return len(manager._saver._pool._free)
 
 
 def test_ranks_name_a_save_alike_and_no_two_saves():
@@ -285,7 +285,7 @@ def test_a_torn_read_on_one_rank_refuses_the_save_of_all(
     torn: int, rank: MakeRank, root: Path, monkeypatch: pytest.MonkeyPatch
 ):
     managers = [rank(0), rank(1)]
-    native, changes = managers[torn]._native, list[Callable[[], object]]()
+    native, changes = managers[torn]._saver, list[Callable[[], object]]()
     assert native is not None
     real = Stager._copy
 
@@ -343,7 +343,7 @@ def test_a_rank_that_cannot_even_stage_tells_the_others(rank: MakeRank, root: Pa
 
 def test_a_rank_refuses_in_the_order_of_the_saves(rank: MakeRank, root: Path, monkeypatch: pytest.MonkeyPatch):
     first, second = rank(0, vote_timeout_s=3.0), rank(1)
-    native, go = second._native, threading.Event()
+    native, go = second._saver, threading.Event()
     assert native is not None
     real = Stager._copy
 
@@ -489,8 +489,8 @@ def test_no_retry_writes_beside_a_writer_that_cannot_be_killed(
     rank: MakeRank, root: Path, monkeypatch: pytest.MonkeyPatch
 ):
     first, second = rank(0, vote_timeout_s=0.2), rank(1)
-    assert second._native is not None
-    process = second._native._supervisor._process
+    assert second._saver is not None
+    process = second._saver._supervisor._process
     assert process is not None
 
     def never(timeout: float | None = None) -> int:
@@ -844,8 +844,8 @@ def test_a_killed_process_of_one_rank_costs_the_others_that_save_alone(rank: Mak
     assert process.returncode == -signal.SIGKILL, errors
     wait_for(lambda: not Path(f"/proc/{output.strip()}").exists())  # its writer ended with it
     first.wait_committed(60)
-    assert first._native is not None
-    first._native._vote_timeout_s = 0.5
+    assert first._saver is not None
+    first._saver._vote_timeout_s = 0.5
     save(first, 0, 2)
     line = "saving step 2 failed: rank 1 did not vote within 0.5 s (checkpointing.vote_timeout_s)"
     assert str(failure(first)) == line

@@ -105,11 +105,11 @@ def test_what_a_save_has_staged_is_not_copied_again(tensors: Tensors, manager: C
         manager.wait_committed()
     assert_equal(tensors, before)
     assert_equal(stored(manager, 1), before)
-    assert manager._native is not None
-    assert manager._native._pool._kept == 1
+    assert manager._saver is not None
+    assert manager._saver._pool._kept == 1
     parking.bring_back()
-    assert manager._native._pool._kept == 0
-    assert len(manager._native._pool._free) == 2
+    assert manager._saver._pool._kept == 0
+    assert len(manager._saver._pool._free) == 2
     assert_equal(tensors, before)
 
 
@@ -163,10 +163,10 @@ def test_an_owner_that_goes_while_parked_keeps_no_memory_of_a_save(manager: Chec
     fence, parking, tensors = Fence(), Parking("state"), {"w": torch.ones(1000)}
     save(manager, 1, tensors, fence)
     assert parking.park(tensors.values(), fence.wait()) == 0
-    assert manager._native is not None
-    assert manager._native._pool._kept == 1
+    assert manager._saver is not None
+    assert manager._saver._pool._kept == 1
     del parking
-    assert manager._native._pool._kept == 0
+    assert manager._saver._pool._kept == 0
 
 
 def test_without_room_on_the_device_all_stay_on_the_host(tensors: Tensors, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,8 +197,8 @@ def test_a_save_that_serves_no_tensor_keeps_no_memory(manager: CheckpointManager
     passed = fence.wait()
     tensors["w"].add_(1)
     assert parking.park(tensors.values(), passed) == 4000
-    assert manager._native is not None
-    assert manager._native._pool._kept == 0
+    assert manager._saver is not None
+    assert manager._saver._pool._kept == 0
 
 
 def test_what_passed_the_fence_before_is_not_taken_for_what_is_live(manager: CheckpointManager) -> None:
@@ -261,8 +261,8 @@ def test_an_offload_that_fails_gives_the_memory_of_the_save_back(
         fence.wait()
     manager.wait_committed(60)
     assert_equal(tensors, before)
-    assert manager._native is not None
-    assert manager._native._pool._kept == 0
+    assert manager._saver is not None
+    assert manager._saver._pool._kept == 0
 
 
 def test_its_memory_goes_with_its_owner() -> None:

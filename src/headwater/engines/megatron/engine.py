@@ -155,7 +155,7 @@ class MegatronEngine:
     def offload(self) -> None:
         if not self._moves:
             return
-        self.fence.wait()
+        self.fence.vacate()
         self._park_optimizer()
         gradients = [buffer.grad_data for chunk in self._chunks for buffer in _buffers(chunk)]
         self._weights.park([*(m.parameter for m in self.model.parameters()), *gradients])
@@ -163,7 +163,7 @@ class MegatronEngine:
 
     def offload_optimizer(self) -> None:
         if self._moves:
-            self.fence.wait()
+            self.fence.vacate()
             self._park_optimizer()
             self._give_memory_back()
 
@@ -203,7 +203,7 @@ class MegatronEngine:
 
     def load_chunks(self, reader: ComponentReader) -> None:
         self._require_onloaded()
-        self.fence.wait()
+        self.fence.vacate()
         stored = set(reader.names())
         if self.optimizer is not None:
             for mapped in self.model.parameters():

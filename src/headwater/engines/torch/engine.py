@@ -165,7 +165,7 @@ class TorchEngine:
             self._shards_offloaded = True
             self._give_memory_back()
         elif self._moves:
-            passed = self.fence.wait()
+            passed = self.fence.vacate()
             if self._fp32_head is not None:
                 self._fp32_head.release()
             self._parked_weights.park([*self.model.parameters(), *self.model.buffers()], passed, self._gradients())
@@ -173,13 +173,13 @@ class TorchEngine:
 
     def offload_optimizer(self) -> None:
         if self._layout.world > 1:
-            self.fence.wait()
+            self.fence.vacate()
             if self.optimizer is not None:
                 self.optimizer.move(torch.device("cpu"))
                 self._optimizer_shards_offloaded = True
                 self._give_memory_back()
         elif self._moves:
-            self._park_optimizer(self.fence.wait())
+            self._park_optimizer(self.fence.vacate())
 
     def _park_optimizer(self, passed: Sequence[Staged]) -> None:
         if self.optimizer is not None:
@@ -201,7 +201,7 @@ class TorchEngine:
 
     def _move_shards(self, device: torch.device) -> None:
         """Through pageable memory: FSDP makes its parameters anew where they move."""
-        self.fence.wait()
+        self.fence.vacate()
         self.model.to(device)  # pyright: ignore[reportArgumentType]
         if self.optimizer is not None:
             self.optimizer.move(device)
@@ -232,7 +232,7 @@ class TorchEngine:
 
     def load_chunks(self, reader: ComponentReader) -> None:
         self._require_onloaded()
-        self.fence.wait()
+        self.fence.vacate()
         if self.optimizer is not None:
             self.optimizer.prepare_state({name for name in reader.names() if name.startswith(STATE_PREFIX)})
         chunks = [self._chunk(name, tensor) for name, tensor in self._tensors()]

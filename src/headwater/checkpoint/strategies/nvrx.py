@@ -1,0 +1,446 @@
+"""The `nvrx` strategy: NVIDIA's resiliency extension writes, under a lifecycle and a proof of Headwater's.
+
+save() ──> live digests ──> NVRx stages ──> (background) NVRx writes ──> digests of its bytes ──> commit ──> done()
+
+NVRx's process keeps handles to the device tensors that it was sent, and reads them again at the next save. They are
+closed when the fence says that memory is about to be freed or moved, and when a save finds that it was: never because
+of what a configuration says. Where nothing has moved, the process and its handles stay.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import shutil
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headwater.checkpoint.background import Background, Job
+from headwater.checkpoint.chunk import Chunk
+from headwater.checkpoint.collector import collector_running
+from headwater.checkpoint.digest import digest_all
+from headwater.checkpoint.dtypes import dtype_name
+from headwater.checkpoint.fence import Fence
+from headwater.checkpoint.manifest import ChunkEntry
+from headwater.checkpoint.ranks import NVRX_FOLDER, SAVE_ID_DIGITS, Ranks
+from headwater.checkpoint.save_order import SaveOrder, SaveResult
+from headwater.checkpoint.strategies.joint_commit import JointCommit, Written
+from headwater.checkpoint.strategies.nvrx_agent import REPORT_NAME, ItemKey
+from headwater.checkpoint.strategies.nvrx_items import Identity, Items, Place, make_items
+from headwater.checkpoint.strategies.nvrx_writer import Library, Writer, WriterLostError
+from headwater.checkpoint.write_request import difference_text
+from headwater.errors import HeadwaterError, UserError
+
+FOLDER_NAME = ".nvrx"
+_MAX_ATTEMPTS = 3
+_BUSY_TIMEOUT_S = 3600.0
+_LONGEST_POLL_S = 0.1
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What a manifest says of a chunk but where it lies, and its live digest."""
+
+    component: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    digest: int
+
+    def entry(self, file: str, begin: int, end: int) -> ChunkEntry:
+        """At its place in a file."""
+        return ChunkEntry(file=file, begin=begin, end=end, **vars(self))
+
+
+class _Reading:
+    """Whether a save may be read from live tensors again. Its fence waits while it is, and then it may no more."""
+
+    def __init__(self, items: Items) -> None:
+        self.lock = threading.Lock()
+        self.passed = False
+        self._items = items
+
+    def wait(self, timeout: float) -> None:
+        if not self.lock.acquire(timeout=timeout):
+            raise HeadwaterError(f"a save that NVRx's writer lost is not staged again after {timeout:g} s")
+        self.passed = True
+        self._items.drop_live()  # memory that is freed now must really be free
+        self.lock.release()
+
+
+@dataclass
+class _Save:
+    """One save until it has ended. folder: of the latest attempt, which nobody else sees."""
+
+    token: str
+    order: SaveOrder
+    parts: list[_Part]
+    items: Items
+    reading: _Reading
+    attempts: int = 0
+    folder: Path = Path()
+    started: float = field(default_factory=time.perf_counter)
+    staged_at: float = 0.0
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it has tensors that training may change."""
+        return bool(self.items.identity)
+
+
+class NvrxSaver:
+    """Saves into `root` through NVRx. library: of which version, used how. The rest as for `NativeSaver`."""
+
+    def __init__(
+        self,
+        root: Path,
+        library: Library,
+        silence_s: float,
+        done: Callable[[SaveResult], None],
+        ranks: Ranks,
+        vote_timeout_s: float,
+    ) -> None:
+        self._root = root
+        self._library = library
+        self._silence_s = silence_s
+        self._done = done
+        self._ranks = ranks
+        self._vote_timeout_s = vote_timeout_s
+        self._saves_of_step: Counter[int] = Counter()
+        self._writer: Writer | None = None
+        self._using = threading.RLock()
+        self._sent: Identity = ()
+        self._structure: set[ItemKey] = set()
+        self._calls = 0
+        self._changed = threading.Condition()
+        self._pending: dict[str, int] = {}
+        self._writing: _Save | None = None
+        self._busy_s = 0.0
+        self._background = Background("headwater-nvrx")
+        self._removed = self._closed = False
+        self.writer_restarts = 0
+        self.skipped = 0
+        if ranks.rank == 0:
+            clear(root)
+
+    @property
+    def pending(self) -> int:
+        """Saves that are neither committed nor failed."""
+        return len(self._pending)
+
+    @property
+    def writer_pid(self) -> int | None:
+        """Of NVRx's process."""
+        return self._writer.pid if self._writer is not None else None
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a save would not wait for one before it."""
+        return self._writing is None
+
+    def take_busy_s(self) -> float:
+        """Seconds that saves waited for one before them since the last call of this."""
+        busy, self._busy_s = self._busy_s, 0.0
+        return busy
+
+    def prepare(self, sizes: Mapping[str, int], pin: bool) -> None:
+        """Start NVRx's process in the background."""
+        self._background.submit(Job("starting NVRx's writer", self._start))
+
+    def _start(self) -> None:
+        with self._using:
+            try:
+                self._running().wait_started()
+            except WriterLostError as error:  # a save tries again, and reports it
+                _log.warning("%s", error)
+                self._replace()
+
+    def new_save(self, step: int) -> str:
+        """See NativeSaver."""
+        if self._ranks.world == 1:
+            return secrets.token_hex(16)
+        time_of_step = self._saves_of_step[step]
+        self._saves_of_step[step] += 1
+        return self._ranks.save_token(step, time_of_step)
+
+    def save(self, save: str, order: SaveOrder, fences: Iterable[Fence], skip_when_busy: bool) -> bool:
+        """Have it staged; False where one is still being written and that means to skip.
+
+        Raises as `snapshot` does, UserError where shared memory is short, HeadwaterError where NVRx's process is lost
+        time after time.
+        """
+        if not self._wait_for_room(order.step, skip_when_busy):
+            self.skipped += 1
+            return False
+        parts = _parts(order.chunks)
+        items = make_items(order.chunks)
+        _wait_for_devices(items)
+        made = _Save(save, replace(order, chunks={}, watch=None), parts, items, _Reading(items))
+        with self._changed:
+            self._pending[save] = order.step
+            self._writing = made
+        try:
+            self._stage(made)
+        except BaseException:
+            self._end(made, None)
+            raise
+        for fence in fences:
+            fence.register(made.reading)
+            fence.keep_handles(self)
+        self._background.submit(Job(f"the save of step {order.step}", lambda: self._finish(made)))
+        return True
+
+    def _wait_for_room(self, step: int, skip: bool) -> bool:
+        started = time.perf_counter()
+        with collector_running(), self._changed:
+            free = self._changed.wait_for(lambda: self._writing is None, 0.0 if skip else _BUSY_TIMEOUT_S)
+        self._busy_s += time.perf_counter() - started
+        if not free and not skip:
+            raise HeadwaterError(
+                f"saving step {step}: NVRx still writes the save before it after {_BUSY_TIMEOUT_S:g} s"
+            )
+        return free
+
+    def _stage(self, save: _Save) -> None:
+        """Hand it to NVRx's process, to another one where that is lost."""
+        while True:
+            save.attempts += 1
+            save.folder = self._root / FOLDER_NAME / f"{save.token[:SAVE_ID_DIGITS]}-{self._ranks.rank}-{save.attempts}"
+            save.folder.mkdir(parents=True)
+            try:
+                with self._using, collector_running():
+                    writer = self._running()
+                    writer.wait_started()
+                    self._forget_other_tensors(writer, save.items)
+                    self._calls += 1
+                    request = self._library.request(self._calls, save.folder, save.items)
+                    writer.stage(request)
+                save.staged_at = time.perf_counter()
+                return
+            except WriterLostError as error:
+                self._lost(save, error)
+
+    def _forget_other_tensors(self, writer: Writer, items: Items) -> None:
+        """Handles to memory that is not that of these tensors any more, and copies in another structure."""
+        moved = writer.holds_device_memory and self._sent != items.identity
+        if (moved or self._structure != items.tensors.keys()) and self._structure and not self._removed:
+            writer.let_go()
+        self._sent, self._structure = items.identity, set(items.tensors)
+
+    def _lost(self, save: _Save, error: WriterLostError) -> None:
+        """Make ready for another try, or raise HeadwaterError."""
+        shutil.rmtree(save.folder, ignore_errors=True)
+        self._replace()
+        if save.attempts >= _MAX_ATTEMPTS:
+            raise HeadwaterError(f"saving step {save.order.step} failed {save.attempts} times: {error}")
+        _log.warning("%s; step %d is saved again by another one", error, save.order.step)
+
+    def _running(self) -> Writer:
+        if self._closed:
+            raise HeadwaterError("the checkpoints are closed")
+        if self._writer is None:
+            self._writer = Writer(self._library, self._ranks.rank, self._silence_s)
+        return self._writer
+
+    def _replace(self) -> None:
+        """Have the next save begin with another process."""
+        with self._using:
+            writer, self._writer = self._writer, None
+            self._sent, self._structure = (), set()
+            if writer is not None:
+                writer.kill()
+                self.writer_restarts += 1
+
+    def let_go(self) -> None:
+        """Close all handles to device memory; the fence asks for it before memory is freed or moved."""
+        if self._removed:
+            return
+        with self._using:
+            try:
+                if self._writer is not None and self._writer.holds_device_memory:
+                    self._writer.let_go()
+                    self._structure = set()
+            except WriterLostError as error:  # with the process its handles are gone, which is what matters here
+                _log.warning("%s", error)
+                self._replace()
+
+    def remove_for_test(self) -> None:
+        """Never let go of anything, to show that the proof of a commit sees what then goes wrong."""
+        self._removed = True
+
+    def _finish(self, save: _Save) -> None:
+        """In the background: wait for NVRx, prove, commit."""
+        result = SaveResult(save.order.step, save.order.saved_at_ns)
+        result.measured["stage_s"] = save.staged_at - save.started
+        result.digests = {(part.component, part.name, part.offset): part.digest for part in save.parts}
+        ends = self._end_of(save.token, save.order)
+        try:
+            try:
+                report = self._written(save)
+                result.measured["write_s"] = time.perf_counter() - save.staged_at
+                chunks, files = _proven(save, report)
+            except Exception as error:
+                ends.refuse(error)
+                raise
+            ends.commit(Written(save.folder, files, chunks, NVRX_FOLDER))
+            result.folder = ends.folder
+            result.measured |= ends.measured
+        except Exception as error:
+            known = isinstance(error, HeadwaterError)
+            result.error = error if known else HeadwaterError(f"saving step {save.order.step} failed: {error}")
+        shutil.rmtree(save.folder, ignore_errors=True)
+        self._end(save, result)
+
+    def _end_of(self, token: str, order: SaveOrder) -> JointCommit:
+        return JointCommit(self._root, self._ranks, self._vote_timeout_s, token, order)
+
+    def _written(self, save: _Save) -> dict[str, Any]:
+        """Wait until NVRx has written it; its report. Where its process is lost, the save is staged again if it can."""
+        while True:
+            try:
+                self._wait_written(save)
+                return _read_report(save.folder)
+            except WriterLostError as error:
+                with save.reading.lock:
+                    if save.is_live and save.reading.passed:
+                        self._replace()
+                        raise HeadwaterError(
+                            f"the checkpoint of step {save.order.step} is lost: {error} while it wrote, and training "
+                            "has gone on since; the next save begins with another one"
+                        ) from None
+                    self._lost(save, error)
+                    self._stage(save)
+
+    def _wait_written(self, save: _Save) -> None:
+        pause = 0.005
+        while True:
+            with self._using:
+                if self._writer is None:
+                    raise WriterLostError("NVRx's writer process was ended")
+                if self._writer.is_done():
+                    return
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LONGEST_POLL_S)
+
+    def _end(self, save: _Save, result: SaveResult | None) -> None:
+        """result: None where whoever called `save` is told."""
+        save.items.drop()
+        with self._changed:
+            self._writing = None
+            self._changed.notify_all()
+        try:
+            if result is not None:
+                self._done(result)
+        except Exception:  # in a thread that other saves need
+            _log.exception("what follows the save of step %s failed", save.order.step)
+        finally:
+            self._forget(save.token)
+
+    def _forget(self, token: str) -> None:
+        with self._changed:
+            self._pending.pop(token, None)
+            self._changed.notify_all()
+
+    def refuse(self, save: str, step: int, text: str) -> None:
+        """Let the other ranks know that this one does not save."""
+        if self._ranks.world == 1:
+            self._forget(save)
+            return
+        with self._changed:
+            self._pending[save] = step
+        order = SaveOrder(step, {}, {}, "", 0, "", 0, False)
+
+        def tell() -> None:
+            try:
+                self._end_of(save, order).refuse(HeadwaterError(text))
+            finally:
+                self._forget(save)
+
+        self._background.submit(Job(f"the refusal of step {step}", tell))
+
+    def wait_staged(self, timeout: float) -> None:
+        """Return when no live tensor is read any more, nor will be. Raises HeadwaterError after `timeout` seconds."""
+        writing = self._writing
+        if writing is not None:
+            writing.reading.wait(timeout)
+
+    def wait_committed(self, timeout: float) -> None:
+        """Return when every save so far has ended. Raises HeadwaterError after `timeout` seconds."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._pending, timeout):
+                steps = ", ".join(map(str, sorted(self._pending.values())))
+                raise HeadwaterError(f"the checkpoint of step {steps} is not committed after {timeout:g} s")
+
+    def close(self) -> None:
+        """End NVRx's process; a save that has not ended is lost."""
+        self._closed = True
+        with self._using:
+            writer, self._writer = self._writer, None
+            if writer is not None:
+                writer.close()
+        self._background.close()
+        if self._ranks.rank == 0:
+            clear(self._root)
+
+
+def clear(root: Path) -> None:
+    """Remove what saves that did not end left behind. Nobody may be saving."""
+    shutil.rmtree(root / FOLDER_NAME, ignore_errors=True)
+
+
+def _parts(chunks: Mapping[str, Sequence[Chunk]]) -> list[_Part]:
+    """With the digests of the live tensors, before anyone has copied them."""
+    flat = [(component, chunk) for component, parts in chunks.items() for chunk in parts]
+    live = digest_all([chunk.tensor for _, chunk in flat])
+    return [
+        _Part(c, k.name, dtype_name(k.tensor.dtype), tuple(k.tensor.shape), k.global_shape, k.offset, digest)
+        for (c, k), digest in zip(flat, live, strict=True)
+    ]
+
+
+def _wait_for_devices(items: Items) -> None:
+    """What was asked of them so far is what the save holds; another process does not wait for it."""
+    for device in {tensor.device for tensor in items.tensors.values() if tensor.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _read_report(folder: Path) -> dict[str, Any]:
+    try:
+        report = json.loads((folder / REPORT_NAME).read_bytes())
+    except FileNotFoundError:
+        raise WriterLostError("NVRx's writer process ended without a word") from None
+    if "error" in report:
+        text = f"NVRx could not write the checkpoint: {report['error']}"
+        raise UserError(text) if report["errno"] is not None else HeadwaterError(text)
+    return report
+
+
+def _proven(save: _Save, report: dict[str, Any]) -> tuple[list[ChunkEntry], dict[str, tuple[int, int]]]:
+    """Entries of all chunks; size and checksum of each file by its name. Raises HeadwaterError where one differs."""
+    found = {
+        (name, tuple(offset)): (path, begin, iter(digests)) for name, offset, path, begin, digests in report["items"]
+    }
+    entries, differing = [], []
+    for part, place in zip(save.parts, save.items.places, strict=True):
+        path, begin, digests = found[place.item]
+        if next(digests) != part.digest:
+            differing.append(f"{part.component} {part.name}")
+        entries.append(_entry(part, place, path, begin))
+    if differing:
+        raise HeadwaterError(difference_text(Path(f"of step {save.order.step}"), differing))
+    return entries, {path: (size, checksum) for path, size, checksum in report["files"]}
+
+
+def _entry(part: _Part, place: Place, path: str, begin: int) -> ChunkEntry:
+    return part.entry(f"{NVRX_FOLDER}/{path}", begin + place.begin, begin + place.end)

@@ -1,0 +1,158 @@
+"""What of Headwater runs in the writer process of NVRx: a thread that answers the trainer, a proof after each write.
+
+The process belongs to NVRx and does one thing after the other. The thread lets go of device memory while it writes,
+tells that it lives, and ends it with its trainer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import mmap
+import os
+import signal
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from headwater.checkpoint.byte_digest import digest_many, warm_up
+from headwater.checkpoint.foreign.archive import storage_range
+
+REPORT_NAME = "report.json"
+ItemKey = tuple[str, tuple[int, ...]]
+"""Name and offset of an item, as NVRx is told them."""
+
+
+class Adopt:
+    """Called in a new writer process, first of all. channel: the process's end of a pipe to its trainer."""
+
+    def __init__(self, channel: Connection) -> None:
+        self._channel = channel
+
+    def __call__(self) -> None:
+        with contextlib.suppress(OSError):
+            os.setpgid(0, 0)  # the processes that it forks to write end with it
+        threading.Thread(target=_answer, args=(self._channel,), name="headwater-agent", daemon=True).start()
+        threading.Thread(target=warm_up, name="headwater-warm-up", daemon=True).start()
+
+
+def _answer(channel: Connection) -> None:
+    """Answer each question, until the trainer's end of the pipe is closed, however that happens."""
+    try:
+        channel.send("adopted")
+        while True:
+            question = channel.recv()
+            if question == "let go":
+                _let_go()
+            channel.send(question)
+    except (EOFError, OSError):
+        os.killpg(0, signal.SIGKILL)
+
+
+def _let_go() -> None:
+    """Close every handle to the trainer's device memory that is kept between saves."""
+    from nvidia_resiliency_ext.checkpointing.async_ckpt.core import PersistentAsyncCaller
+
+    clean_up = getattr(PersistentAsyncCaller, "cleanup_worker_data_cache", None)  # of versions that have a cache
+    if clean_up is not None:
+        clean_up()
+    gc.collect()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.ipc_collect()
+        torch.cuda.empty_cache()
+
+
+class StageOnce:
+    """NVRx's staging, which is forgotten with the device tensors that it holds once it has run.
+
+    NVRx keeps what it was sent until the write has ended, and in some versions until the next save is sent.
+    """
+
+    def __init__(self, stage: Callable[[], Any]) -> None:
+        self._stage: Callable[[], Any] | None = stage
+
+    def __call__(self) -> Any:
+        stage, self._stage = self._stage, None
+        assert stage is not None, "a save is staged once"
+        return stage()
+
+
+@dataclass(frozen=True)
+class WriteAndProve:
+    """NVRx's write function, and then what its files hold, told in a file that belongs to this save alone.
+
+    parts: of each item, the range of each chunk in its bytes.
+    """
+
+    write: Callable[..., None]
+    folder: str
+    parts: Mapping[ItemKey, Sequence[tuple[int, int]]]
+
+    def __call__(self, rank: int, staged: Any, _results: Any) -> None:
+        results = _Results()
+        self.write(rank, staged, results)
+        try:
+            report = self._prove(results.taken)
+        except Exception as error:
+            report = {"error": str(error) or type(error).__name__, "errno": getattr(error, "errno", None)}
+        target = Path(self.folder) / REPORT_NAME
+        temporary = target.with_suffix(".tmp")
+        temporary.write_text(json.dumps(report))
+        os.rename(temporary, target)
+
+    def _prove(self, written: Any) -> dict[str, Any]:
+        """Digests of the bytes that lie where NVRx says that it wrote each item."""
+        if isinstance(written, Exception):
+            raise written
+        by_file: dict[str, list[tuple[ItemKey, int, int]]] = {}
+        for result in (result for of_thread in written.values() for result in of_thread):
+            key = (result.index.fqn, tuple(result.index.offset))
+            place = result.storage_data
+            by_file.setdefault(place.relative_path, []).append((key, place.offset, place.offset + place.length))
+        told = sorted(key for places in by_file.values() for key, _, _ in places)
+        if told != sorted(self.parts):
+            raise ValueError(f"NVRx tells of {len(told)} tensors written, it was given {len(self.parts)}")
+        report: dict[str, Any] = {"files": [], "items": []}
+        for path, places in by_file.items():
+            size, checksum, items = _prove_file(Path(self.folder) / path, places, self.parts)
+            report["files"].append([path, size, checksum])
+            report["items"] += [[*key, path, begin, digests] for key, begin, digests in items]
+        return report
+
+
+class _Results:
+    """Stands in for the queue on which NVRx tells what it wrote: results of one save cannot be taken for another's."""
+
+    taken: Any = None
+
+    def put(self, results: Any) -> None:
+        """As a queue's."""
+        self.taken = results
+
+
+def _prove_file(
+    path: Path, places: Sequence[tuple[ItemKey, int, int]], parts: Mapping[ItemKey, Sequence[tuple[int, int]]]
+) -> tuple[int, int, list[tuple[ItemKey, int, list[int]]]]:
+    """Size and digest of a file; of each item where its bytes begin, and the digest of each of its parts."""
+    with open(path, "rb", buffering=0) as file:
+        data = np.frombuffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ), np.uint8)
+        begins, ranges = [], []
+        for key, begin, end in places:
+            first, last = storage_range(file.fileno(), begin, end)
+            if last - first < max((to for _, to in parts[key]), default=0):
+                raise ValueError(f"{key[0]} has {last - first} bytes in {path.name}, which is too few")
+            begins.append(first)
+            ranges += [data[first + start : first + stop] for start, stop in parts[key]]
+    checksum, *digests = digest_many([data, *ranges])
+    remaining = iter(digests)
+    items = [
+        (key, first, [next(remaining) for _ in parts[key]]) for (key, _, _), first in zip(places, begins, strict=True)
+    ]
+    return len(data), int(checksum), items

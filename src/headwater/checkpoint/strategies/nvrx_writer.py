@@ -1,0 +1,308 @@
+"""NVRx's own writer process, seen from its trainer, with a limit on every wait.
+
+NVRx waits for its process by joining queues, for ever where the process is dead or stopped. Here a wait ends as soon as
+the process has, or when it does not answer any more. It is then killed, with whatever it had forked, and its queues are
+dropped.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.metadata
+import inspect
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headwater.checkpoint.strategies.nvrx_agent import Adopt, StageOnce, WriteAndProve
+from headwater.checkpoint.strategies.nvrx_items import Items
+from headwater.errors import HeadwaterError, UserError, require_extra
+
+_log = logging.getLogger(__name__)
+_START_S = 120.0
+_LET_GO_S = 5.0
+_CLOSE_S = 10.0
+_DEATH_S = 5.0
+_POLL_S = 0.02
+_QUESTION_EVERY_S = 0.5
+_THREADS = 2
+
+
+class WriterLostError(HeadwaterError):
+    """The process died, or does not answer any more; it is gone when this is raised."""
+
+
+class Library:
+    """What there is of NVRx. Raises BlockedError where it is not installed, UserError for what it cannot do.
+
+    constant_structure: whether its process may keep handles to device tensors from save to save. cpu_shm: whether the
+    trainer copies tensors into shared memory, so that the process needs no device. persistent: whether one process
+    serves all saves, or each save forks one.
+    """
+
+    def __init__(self, *, constant_structure: bool, cpu_shm: bool, persistent: bool) -> None:
+        try:
+            from nvidia_resiliency_ext.checkpointing.async_ckpt import core, filesystem_async
+        except ImportError as error:
+            if (error.name or "").startswith("nvidia_resiliency_ext"):
+                raise require_extra("nvrx", "nvidia-resiliency-ext") from None
+            raise
+        self.version = importlib.metadata.version("nvidia-resiliency-ext")
+        self._core: Any = core
+        self._files: Any = filesystem_async
+        self.cpu_shm, self.persistent = cpu_shm, persistent
+        writer = inspect.signature(filesystem_async.FileSystemWriterAsync.__init__).parameters
+        if cpu_shm and "use_cpu_shm_for_gpu_tensors" not in writer:
+            raise UserError(
+                f"checkpointing.async_ckpt_use_cpu_shm: nvidia-resiliency-ext {self.version} cannot; install 0.6 or "
+                "later, or set it to false"
+            )
+        if not persistent and not torch.cuda.is_available():
+            raise UserError(
+                "checkpointing.use_persistent_ckpt_worker=false: NVRx asks for a CUDA device where it forks for each "
+                "save, and torch sees none; set it to true"
+            )
+        wanted = {
+            "thread_count": _THREADS,
+            "use_cached_data_structure": constant_structure and persistent,
+            "use_cpu_shm_for_gpu_tensors": cpu_shm,
+            "is_multiproc_io": False,
+        }
+        self._writer_options = {key: value for key, value in wanted.items() if key in writer or key == "thread_count"}
+
+    def new_caller(self) -> Any:
+        """Of its objects the one that has a process."""
+        if not self.persistent:
+            return self._core.TemporalAsyncCaller()
+        known = inspect.signature(self._core.PersistentAsyncCaller.__init__).parameters
+        # Without a device its process cannot begin otherwise.
+        wanted = {"is_daemon": True, "cpu_shm_mode": self.cpu_shm or not torch.cuda.is_available()}
+        return self._core.PersistentAsyncCaller(**{key: value for key, value in wanted.items() if key in known})
+
+    def request(self, call: int, folder: Path, items: Items) -> Any:
+        """What its process is to do: stage the items, write them into the folder, and prove what it wrote."""
+        if hasattr(self._files, "_results_queue"):
+            self._files._results_queue = _NO_QUEUE  # it would start another process, which outlives the trainer
+        writer = self._files.FileSystemWriterAsync(folder, **self._writer_options)
+        plan = writer.prepare_decentralized_global_plan(writer.prepare_local_plan(items.plan()))
+        writer.prepare_write_data(plan, items)
+        write, stage, arguments = writer.get_save_function_and_args()
+        # Its host tensors need no device to wait for, and there may be none.
+        stage = StageOnce(partial(stage.func, stage.args[0], torch.cuda.is_available()))
+        return self._core.AsyncRequest(
+            async_fn=WriteAndProve(write, str(folder), items.parts()),
+            async_fn_args=(arguments[0], None, None),
+            finalize_fns=[],
+            async_fn_kwargs={},
+            preload_fn=stage,
+            call_idx=call,
+        )
+
+    def adoption(self, channel: Connection) -> Any:
+        """The first request that its process gets."""
+        return self._core.AsyncRequest(Adopt(channel), (), [], {}, None, call_idx=-1)
+
+    def forget(self) -> None:
+        """Drop what the trainer's side remembers of tensors that were sent."""
+        clean_up = getattr(self._files.FileSystemWriterAsync, "cleanup_tensor_caches", None)
+        if clean_up is not None:
+            clean_up()
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.ipc_collect()
+
+
+class _NoQueue:
+    """Each save tells its results in a file of its own."""
+
+    def get_nowait(self) -> Any:
+        raise AssertionError("nobody asks NVRx for the results of a save")
+
+
+_NO_QUEUE = _NoQueue()
+
+
+class Writer:
+    """One process of NVRx. rank: of the trainer. silence_s: how long it may leave a question unanswered.
+
+    The process starts at once; `stage` waits until it is there. Methods may be called from several threads.
+    """
+
+    def __init__(self, library: Library, rank: int, silence_s: float) -> None:
+        self._library = library
+        self._silence_s = silence_s
+        self._caller = library.new_caller()
+        self._caller.rank = rank
+        self._channel: Connection | None = None
+        self._asking = threading.Lock()
+        self._asked = time.monotonic()
+        self._adopted = self._killed = False
+        self.holds_device_memory = False
+        self._process: Any = None
+        atexit.register(self.kill)  # before multiprocessing joins a process that may never end
+        if library.persistent:
+            self._start()
+
+    @property
+    def pid(self) -> int | None:
+        """Process id."""
+        return self._process.pid if self._process is not None else None
+
+    def _start(self) -> None:
+        ours, theirs = multiprocessing.Pipe()
+        self._channel = ours
+        self._caller.schedule_async_call(self._library.adoption(theirs))
+        self._process = self._caller.process
+        self._theirs = theirs  # until the process has it
+
+    def wait_started(self) -> None:
+        """Return when it answers. Raises WriterLostError."""
+        with self._asking:
+            if self._adopted or self._channel is None:
+                return
+            self._expect("adopted", _START_S)
+            self._theirs.close()
+            deadline = time.monotonic() + _START_S
+            while not self._caller.is_current_async_call_done(no_dist=True):
+                self._require_alive()
+                if time.monotonic() > deadline:
+                    raise self._lost(f"did not start within {_START_S:g} s")
+                time.sleep(_POLL_S)
+            self._adopted = True
+
+    def stage(self, request: Any) -> None:
+        """Hand a save over, and return when its tensors may change. Raises WriterLostError."""
+        self.wait_started()
+        self.holds_device_memory = not self._library.cpu_shm
+        call = _Call(lambda: self._caller.schedule_async_call(request))
+        while not call.done.wait(_POLL_S):
+            self._check()
+        if self._library.persistent:
+            self._require_alive()  # also of one whose queues were given up, which ends the call
+        else:
+            self._process = self._caller.process
+        if call.error is not None:
+            raise call.error
+
+    def is_done(self) -> bool:
+        """Whether what was staged last is written. Raises WriterLostError."""
+        if self._library.persistent:
+            done = self._caller.is_current_async_call_done(no_dist=True)
+            if not done:
+                self._check()
+            return done
+        return self._process is None or not self._process.is_alive()
+
+    def let_go(self) -> None:
+        """Have it forget every tensor it was sent, whose memory may be freed or moved then. Raises WriterLostError."""
+        if self._channel is not None:
+            self._ask("let go", max(_LET_GO_S, self._silence_s))
+        self.holds_device_memory = False
+        self._library.forget()
+
+    def _check(self) -> None:
+        """See that it lives; now and then also that it answers."""
+        self._require_alive()
+        if self._channel is not None and time.monotonic() - self._asked > _QUESTION_EVERY_S:
+            self._ask("alive", self._silence_s)
+
+    def _require_alive(self) -> None:
+        process = self._process
+        if self._killed:
+            raise WriterLostError("NVRx's writer process was ended")
+        if process is not None and not process.is_alive():
+            raise self._lost(f"ended with exit code {process.exitcode}")
+
+    def _ask(self, question: str, timeout: float) -> None:
+        with self._asking:
+            assert self._channel is not None
+            with suppress(OSError):
+                self._channel.send(question)
+            self._expect(question, timeout)
+            self._asked = time.monotonic()
+
+    def _expect(self, answer: str, timeout: float) -> None:
+        assert self._channel is not None
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                if self._channel.poll(_POLL_S) and self._channel.recv() == answer:
+                    return
+            except (OSError, EOFError):
+                time.sleep(_POLL_S)  # it is about to end
+            self._require_alive()
+            if time.monotonic() > deadline:
+                raise self._lost(f"has not answered for {timeout:g} s (checkpointing.writer_silence_s)")
+
+    def _lost(self, what: str) -> WriterLostError:
+        pid = self.pid
+        self.kill()
+        return WriterLostError(f"NVRx's writer process {pid} {what}")
+
+    def close(self) -> None:
+        """End it in an orderly way, or else by force."""
+        call = _Call(self._end)
+        call.done.wait(_CLOSE_S)
+        self.kill()
+
+    def _end(self) -> None:
+        self.let_go()
+        self._caller.close()
+
+    def kill(self) -> None:
+        """End it, whatever it does, with what it forked; safe to call twice."""
+        self._killed = True
+        atexit.unregister(self.kill)
+        process, self._process = self._process, None
+        self._caller.process = None  # or NVRx would wait for it
+        if process is not None:
+            with suppress(OSError):
+                # Its own group, unless it did not live to make one.
+                if os.getpgid(process.pid) == process.pid:
+                    os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+            process.join(_DEATH_S)
+        for name in ("queue", "preload_q", "comp_q"):
+            queue = getattr(self._caller, name, None)
+            if queue is not None:
+                _give_up(queue)
+        if self._channel is not None:
+            self._channel.close()
+        self.holds_device_memory = False
+        self._library.forget()
+
+
+def _give_up(queue: Any) -> None:
+    """Have nobody wait for what is still in a queue, now or at the end of the program."""
+    with suppress(Exception):
+        queue.cancel_join_thread()
+        queue.close()
+    if hasattr(queue, "task_done"):
+        _Call(queue.task_done)  # frees a thread that joins it; it could itself wait for a lock of the dead
+
+
+class _Call:
+    """A call that may never return, in a thread of its own."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self.done = threading.Event()
+        self.error: Exception | None = None
+        self._work = work
+        threading.Thread(target=self._run, name="headwater-nvrx-call", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except Exception as error:
+            self.error = error
+        self.done.set()
