@@ -99,7 +99,7 @@ class NativeSaver:
         self._pool.prepare({name: nbytes + nbytes // 100 + (4 << 20) for name, nbytes in sizes.items()}, pin)
         if pin:
             device = torch.device("cuda", torch.cuda.current_device())
-            threading.Thread(target=_warm_up_device, args=(device,), name="headwater-warm-up", daemon=True).start()
+            threading.Thread(target=_warm_up, args=(device,), name="headwater-warm-up", daemon=True).start()
 
     def new_save(self, step: int) -> str:
         """The token of a save that begins. Several ranks have the same one, so each has to call this at each save."""
@@ -279,7 +279,7 @@ class NativeSaver:
         self._pool.close()
 
 
-def _warm_up_device(device: torch.device) -> None:
+def _warm_up(device: torch.device) -> None:
     """What a first save from there would wait for, and what saves keep there."""
     copy_stream(device)
     warm_up_device(device)

@@ -26,7 +26,7 @@ import torch
 from headwater.checkpoint.background import Background, Job
 from headwater.checkpoint.chunk import Chunk
 from headwater.checkpoint.collector import collector_running
-from headwater.checkpoint.digest import digest_all
+from headwater.checkpoint.digest import digest_all, warm_up_device
 from headwater.checkpoint.dtypes import dtype_name
 from headwater.checkpoint.fence import Fence
 from headwater.checkpoint.manifest import ChunkEntry
@@ -155,8 +155,11 @@ class NvrxSaver:
         return busy
 
     def prepare(self, sizes: Mapping[str, int], pin: bool) -> None:
-        """Start NVRx's process in the background."""
+        """Start NVRx's process in the background, and have digests ready."""
         self._background.submit(Job("starting NVRx's writer", self._start))
+        if pin:
+            device = torch.device("cuda", torch.cuda.current_device())
+            threading.Thread(target=warm_up_device, args=(device,), name="headwater-warm-up", daemon=True).start()
 
     def _start(self) -> None:
         with self._using:

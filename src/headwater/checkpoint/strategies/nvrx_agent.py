@@ -7,7 +7,6 @@ tells that it lives, and ends it with its trainer.
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import mmap
 import os
@@ -63,7 +62,6 @@ def _let_go() -> None:
     clean_up = getattr(PersistentAsyncCaller, "cleanup_worker_data_cache", None)  # of versions that have a cache
     if clean_up is not None:
         clean_up()
-    gc.collect()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.ipc_collect()
         torch.cuda.empty_cache()

@@ -201,7 +201,9 @@ class Writer:
             if not done:
                 self._check()
             return done
-        return self._process is None or not self._process.is_alive()
+        if self._process is not None and not self._process.is_alive():
+            self._process = None  # forked for this save alone
+        return self._process is None
 
     def let_go(self) -> None:
         """Have it forget every tensor it was sent, whose memory may be freed or moved then. Raises WriterLostError."""
