@@ -26,9 +26,9 @@ def functional(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("name", JOBS)
-def test_the_job_passes(name: str, tmp_path: Path) -> None:
-    ended = functional(tmp_path, name)
+@pytest.mark.parametrize("words", [*JOBS, "ppo_megatron checkpointing.strategy=native"])
+def test_the_job_passes(words: str, tmp_path: Path) -> None:
+    ended = functional(tmp_path, *words.split())
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
     assert "FAIL" not in ended.stdout
     assert "Warning" not in ended.stdout

@@ -49,8 +49,10 @@ class Fence:
     def vacate(self) -> list[Staged]:
         """Call before any storage is freed or moved: `wait`, and no process has a handle to it any more."""
         passed = self.wait()
+        started = time.perf_counter()
         while self._keepers and not self._removed:
             self._keepers.pop().let_go()
+        self._waited_s += time.perf_counter() - started
         return passed
 
     def wait(self) -> list[Staged]:
@@ -69,7 +71,7 @@ class Fence:
         return passed
 
     def take_waited_s(self) -> float:
-        """Seconds spent in `wait` since the last call of this."""
+        """Seconds spent in `wait` and `vacate` since the last call of this."""
         waited, self._waited_s = self._waited_s, 0.0
         return waited
 

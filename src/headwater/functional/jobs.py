@@ -18,13 +18,14 @@ class Job:
     """A recipe by its name, with what must hold after it.
 
     checks: expressions of `headwater metrics check` for a resolved configuration. components: of its checkpoints, each
-    of which must be fresh in every save.
+    of which must be fresh in every save. settings: what it sets beside its recipe; overrides win.
     """
 
     recipe: str
     what: str
     checks: Callable[[Config], list[str]]
     components: Sequence[str] = ("policy",)
+    settings: Sequence[str] = ()
 
 
 def _data(tag: str, step: int | None = None) -> str:
@@ -70,9 +71,10 @@ JOBS: dict[str, Job] = {
         Job("grpo_megatron", "a Megatron policy and a reference policy, some updates of GRPO", _policy),
         Job(
             "ppo_megatron",
-            "policy and value model take turns; both fresh in every checkpoint",
+            "policy and value model take turns and are saved by NVRx at every step; both fresh in every checkpoint",
             _critic,
             ("policy", "value"),
+            ("checkpointing.strategy=nvrx", "checkpointing.ckpt_assume_constant_structure=true"),
         ),
         Job("grpo_megatron_lora", "GRPO of adapters alone, which are all that is saved", _policy),
         Job("grpo_megatron_generation", "the Megatron policy generates itself, with nothing exported", _policy),

@@ -37,7 +37,7 @@ def run_job(job: Job, overrides: Sequence[str], folder: Path, show: Callable[[st
         if any(override.partition("=")[0].strip() == key for override in overrides):
             raise UserError(f"{key} is the job's own: give --output")
     places = [f"{key}={json.dumps(str(folder / name))}" for key, name in _PLACES.items()]
-    words = [job.recipe, *overrides, *places]
+    words = [job.recipe, *job.settings, *overrides, *places]
     config = load_config(words[0], words[1:]).config
     _clear(folder)
     with (folder / RUN_LOG).open("w", buffering=1) as log:
