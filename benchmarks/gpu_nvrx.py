@@ -158,8 +158,9 @@ def main() -> None:
         longest = max(m["stall"] for m in measures[arm])
         more, kept = one["step"] / alone["step"] - 1, one["used"] - alone["used"]
         print(
-            f"{arm:9} stall {1e3 * one['stall']:8.1f} ms, longest {1e3 * longest:8.1f}; fence {1e3 * one['fence']:7.1f} "
-            f"ms; step {one['step']:6.3f} s, {100 * more:+6.1f} %; retained {kept / 1e6:8.1f} MB",
+            f"{arm:9} stall {1e3 * one['stall']:8.1f} ms, longest {1e3 * longest:8.1f}; fence "
+            f"{1e3 * one['fence']:7.1f} ms; step {one['step']:6.3f} s, {100 * more:+6.1f} %; "
+            f"retained {kept / 1e6:8.1f} MB",
             flush=True,
         )
     if dist.is_initialized():
