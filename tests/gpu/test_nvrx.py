@@ -57,7 +57,7 @@ class Training:
         self.fence = Fence()
         self.folder = folder
         settings = CheckpointingConfig(
-            checkpoint_dir=str(folder), strategy="nvrx", keep_latest_k=None, writer_silence_s=3.0, **config
+            checkpoint_dir=str(folder), strategy="nvrx", keep_latest_k=None, writer_silence_s=1.0, **config
         )
         self.manager = CheckpointManager(settings, "run", "model")
         self.manager.prepare({"policy": TENSORS * NUMBERS * 4}, True, None)
@@ -126,6 +126,8 @@ def disturb(training: Training, what: str) -> None:
     elif what == "stopped":
         os.kill(writer.pid, signal.SIGSTOP)
     elif what == "cache miss":
+        if not hasattr(_files(), "_cached_identifiers"):
+            pytest.skip("this NVRx has no cache")
         writer._ask("let go", 5.0)  # and nobody told the trainer's side
     else:
         if "abort" not in writer._caller.close.__code__.co_varnames:
@@ -133,26 +135,39 @@ def disturb(training: Training, what: str) -> None:
         writer._caller.close(abort=True)
 
 
+@pytest.fixture(scope="module")
+def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
+    """One for all kinds of trouble, with a save behind it."""
+    made = Training(tmp_path_factory.mktemp("trouble") / "checkpoints")
+    made.step()
+    made.save()
+    made.assert_newest_is_live()
+    yield made
+    made.manager.close()
+
+
 @pytest.mark.parametrize("what", TROUBLE)
-def test_a_writer_lost_between_saves_is_replaced_and_the_save_is_fresh(
-    what: str, make: Callable[..., Training]
-) -> None:
-    training = make()
+def test_a_writer_lost_between_saves_is_replaced_and_the_save_is_fresh(what: str, training: Training) -> None:
+    restarts = training.saver.writer_restarts
     for _ in range(2):
         training.step()
         training.save()
-        training.assert_newest_is_live()
+        training.manager.wait_committed()
     disturb(training, what)
     training.step()
     started = time.perf_counter()
     training.save()
+    staged = time.perf_counter()
+    training.manager.wait_committed()
+    tell(
+        f"{what} between saves: staged after {staged - started:.1f} s, committed {time.perf_counter() - started:.1f} s"
+    )
     training.assert_newest_is_live()
-    tell(f"{what} between saves: repaired in {time.perf_counter() - started:.1f} s")
-    restarts = training.manager.take_news().metrics["checkpoint/writer_restarts"]
-    assert restarts == 1 or (what == "cache miss" and not hasattr(_files(), "_cached_identifiers"))
+    assert training.saver.writer_restarts == restarts + 1
     training.step()
     training.save()
     training.assert_newest_is_live()
+    assert training.saver.writer_restarts == restarts + 1
 
 
 def _files() -> object:
@@ -164,26 +179,24 @@ def _files() -> object:
 @pytest.mark.parametrize("what", ["killed", "stopped", "aborted"])
 @pytest.mark.parametrize("moved", [False, True])
 def test_a_writer_lost_while_it_writes_has_its_save_repeated_or_told_of(
-    what: str, moved: bool, make: Callable[..., Training]
+    what: str, moved: bool, training: Training
 ) -> None:
     """Repeated from the live tensors where nobody has passed the fence; else one clear error, and the next holds."""
-    training = make()
-    training.step()
-    training.save()
-    training.assert_newest_is_live()
     training.step()
     training.save()
     started = time.perf_counter()
     disturb(training, what)
     if moved:
         training.move()
-        with pytest.raises(HeadwaterError, match=r"step 2 is lost: [^\n]*; the next save begins with another one"):
+        with pytest.raises(HeadwaterError, match=r"step \d+ is lost: [^\n]*; the next save begins with another one"):
             training.manager.wait_committed()
         tell(f"{what} while writing, moved since: told in {time.perf_counter() - started:.1f} s")
         training.step()
         training.save()
+    training.manager.wait_committed()
+    took = time.perf_counter() - started
+    tell(f"{what} while writing, {'the next save committed' if moved else 'repeated and committed'}: {took:.1f} s")
     training.assert_newest_is_live()
-    tell(f"{what} while writing, {'next save' if moved else 'repeated'}: {time.perf_counter() - started:.1f} s")
 
 
 @pytest.mark.parametrize("shm", [False, True])

@@ -51,7 +51,7 @@ PROMPTS, NEW_TOKENS = 8, 16
 PROMPT, COMPLETION = 32, 64
 COMMIT_S, WAKE_S, CONTEXT_S = 120.0, 60.0, 90.0
 ON_DEVICE = __name__ == "__main__" and torch.cuda.is_available()
-TRAINER = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 18, "num_attention_heads": 16}
+TRAINER = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "num_attention_heads": 16}
 TRAINER_TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 GENERATOR = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
 OVERRIDES = (
@@ -663,8 +663,8 @@ def experiment(args: argparse.Namespace, report: Report, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--margin-gb", type=float, default=1.5)
-    parser.add_argument("--kv-gb", type=float, default=12.0, help="vLLM's cache: a step of the trainer must fit in it")
+    parser.add_argument("--margin-gb", type=float, default=1.0)
+    parser.add_argument("--kv-gb", type=float, default=8.0, help="vLLM's cache: a step of the trainer must fit in it")
     parser.add_argument("--limit-s", type=float, default=420.0)
     parser.add_argument("--folder", type=Path, default=None, help="for models and checkpoints, 25 GB")
     parser.add_argument("--no-vllm", action="store_true")

@@ -7,6 +7,7 @@ tells that it lives, and ends it with its trainer.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import mmap
 import os
@@ -39,7 +40,13 @@ class Adopt:
         with contextlib.suppress(OSError):
             os.setpgid(0, 0)  # the processes that it forks to write end with it
         threading.Thread(target=_answer, args=(self._channel,), name="headwater-agent", daemon=True).start()
-        threading.Thread(target=warm_up, name="headwater-warm-up", daemon=True).start()
+        threading.Thread(target=_warm_up, name="headwater-warm-up", daemon=True).start()
+
+
+def _warm_up() -> None:
+    """What a first save would wait for: with torch's part of it, seconds."""
+    importlib.import_module("nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async")
+    warm_up()
 
 
 def _answer(channel: Connection) -> None:

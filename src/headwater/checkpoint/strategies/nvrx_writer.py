@@ -16,8 +16,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -92,11 +92,10 @@ class Library:
 
     def request(self, call: int, folder: Path, items: Items) -> Any:
         """What its process is to do: stage the items, write them into the folder, and prove what it wrote."""
-        if hasattr(self._files, "_results_queue"):
-            self._files._results_queue = _NO_QUEUE  # it would start another process, which outlives the trainer
         writer = self._files.FileSystemWriterAsync(folder, **self._writer_options)
         plan = writer.prepare_decentralized_global_plan(writer.prepare_local_plan(items.plan()))
-        writer.prepare_write_data(plan, items)
+        with self._without_results_queue():
+            writer.prepare_write_data(plan, items)
         write, stage, arguments = writer.get_save_function_and_args()
         # Its host tensors need no device to wait for, and there may be none.
         stage = StageOnce(partial(stage.func, stage.args[0], torch.cuda.is_available()))
@@ -109,6 +108,20 @@ class Library:
             call_idx=call,
         )
 
+    @contextmanager
+    def _without_results_queue(self) -> Iterator[None]:
+        """NVRx would make one, by a process that outlives its trainer."""
+        missing = object()
+        before = getattr(self._files, "_results_queue", missing)
+        self._files._results_queue = missing
+        try:
+            yield
+        finally:
+            if before is missing:
+                del self._files._results_queue
+            else:
+                self._files._results_queue = before
+
     def adoption(self, channel: Connection) -> Any:
         """The first request that its process gets."""
         return self._core.AsyncRequest(Adopt(channel), (), [], {}, None, call_idx=-1)
@@ -120,16 +133,6 @@ class Library:
             clean_up()
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.ipc_collect()
-
-
-class _NoQueue:
-    """Each save tells its results in a file of its own."""
-
-    def get_nowait(self) -> Any:
-        raise AssertionError("nobody asks NVRx for the results of a save")
-
-
-_NO_QUEUE = _NoQueue()
 
 
 class Writer:
