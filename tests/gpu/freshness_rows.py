@@ -38,7 +38,6 @@ from headwater.config.schema import CheckpointingConfig
 from headwater.errors import HeadwaterError
 from headwater.models.quiet import quiet_transformers
 
-ARMS = ("native", "nvrx", "control", "proof-alone")
 VOCABULARY = 8192
 BYTES_PER_PARAMETER = 14  # bf16 weights; fp32 masters and moments
 VALUE_SHARE = 4  # the value model is this much smaller than the policy
@@ -362,7 +361,7 @@ class Run:
             "outcome": verdict.outcome,
             "stale": len(verdict.stale),
             "stale_optimizer": len(of_optimizer),
-            "names": [f"{chunk.component} {chunk.key}".strip() for chunk in named],
+            "names": [f"{chunk.component}: {chunk.key}" for chunk in named],
         }
 
     def measure(self, what: str = "all") -> None:
