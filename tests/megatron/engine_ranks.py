@@ -198,10 +198,10 @@ class Job:
         outcome: dict[str, Any] = {"losses": [], "same": [], "emptied": []}
         for step in range(4):
             outcome["losses"] += self.train(engine, sequences, 1)["losses"]
-            before = digests(engine)
+            before, exported = digests(engine), exports(engine)
             (engine.offload if step % 2 else engine.offload_optimizer)()
             outcome["emptied"].append(engine._optimizer_state.occupied and engine._weights.occupied == bool(step % 2))
-            outcome["same"].append(before == digests(engine))
+            outcome["same"].append((before, exported) == (digests(engine), exports(engine)))
             engine.onload()
             outcome["same"].append(before == digests(engine))
         return outcome
@@ -246,6 +246,10 @@ class Job:
 
 def digests(engine: TrainEngine) -> dict[str, int]:
     return {f"{chunk.name} {chunk.offset}": digest(chunk.tensor) for chunk in engine.state_chunks()}
+
+
+def exports(engine: TrainEngine) -> dict[str, int]:
+    return {name: digest(tensor) for name, tensor in engine.export_weights()}
 
 
 def run(job: Job, outcome: dict[str, Any]) -> None:

@@ -77,7 +77,7 @@ class MegatronEngine:
             _sample_head_alone(chunk, in_fp32=isinstance(config, PolicyConfig) and config.fp32_lm_head)
         needs_head = not hf_config.tie_word_embeddings and not self._gives_values
         load_weights(self.model, model_path, needs_head=needs_head)
-        self._exporter = Exporter(self.model)
+        self._exporter = Exporter(self.model, self._weights.view)
         self.optimizer: MegatronAdam | None = None
         self._chunks: list[Any] = self.model.chunks
         if trainable:

@@ -25,6 +25,13 @@ from headwater.checkpoint.digest import digest_bytes
 from headwater.config.schema import PeftConfig
 from headwater.errors import UserError
 
+Where = Callable[[torch.Tensor], torch.Tensor]
+"""From a tensor to one that holds what it holds, on the host while its storage is away."""
+
+
+def _here(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
 
 class Adapter(torch.nn.Module):
     """What is added to the output of one linear layer: alpha / rank * B A x.
@@ -64,19 +71,23 @@ class Adapter(torch.nn.Module):
             narrow = reduce_from_tensor_model_parallel_region(narrow)
         return F.linear(narrow, self._b()) * self._scale
 
-    def merged(self, weight: torch.Tensor, rows: slice) -> torch.Tensor:
-        """Rows of the layer's weight with the adapter in them, computed in fp32, in the dtype of the weight."""
-        change = self._scale * (self._b()[rows].float() @ self._a().float())
+    def merged(self, weight: torch.Tensor, rows: slice, where: Where) -> torch.Tensor:
+        """Rows of the layer's weight with the adapter in them, computed in fp32, in the dtype of the weight.
+
+        where: of a parameter of the adapter, which is away where the weight is.
+        """
+        change = self._scale * (self._b(where)[rows].float() @ self._a(where).float())
         # A weight that nothing is added to keeps its bits, -0.0 included: its digest is that of the base model.
         return torch.where(change == 0, weight[rows], (weight[rows].float() + change).to(weight.dtype))
 
-    def _a(self) -> torch.Tensor:
+    def _a(self, where: Where = _here) -> torch.Tensor:
         """[n * rank, in]"""
-        return torch.cat(list(self.lora_A))
+        return torch.cat([where(one) for one in self.lora_A])
 
-    def _b(self) -> torch.Tensor:
+    def _b(self, where: Where = _here) -> torch.Tensor:
         """[out, n * rank]: in each row its B at the place of its A, and zeros at the others."""
-        return (self._owners[:, :, None] * self.lora_B[:, None]).flatten(1)
+        b = where(self.lora_B)
+        return (self._owners.to(b.device)[:, :, None] * b[:, None]).flatten(1)
 
 
 def check_targets(dims: Dimensions, peft: PeftConfig, group: str) -> None:

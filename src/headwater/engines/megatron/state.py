@@ -7,17 +7,16 @@ piece is at most three boxes: the end of a row, whole rows, the beginning of a r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
 from headwater.bridge.pieces import Piece
 from headwater.checkpoint.chunk import Chunk
+from headwater.engines.megatron.lora import Where
 from headwater.engines.megatron.model import MappedParameter, MegatronModel
 from headwater.engines.megatron.optimizer import MegatronAdam
 from headwater.engines.torch.optimizer import STATE_PREFIX
-
-Where = Callable[[torch.Tensor], torch.Tensor]
 
 
 def weight_chunks(model: MegatronModel, where: Where, *, copies: bool) -> Iterator[Chunk]:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from headwater.bridge.folder import WeightFolder
 from headwater.bridge.pieces import Piece
 from headwater.checkpoint.write_request import listed
+from headwater.engines.megatron.lora import Where
 from headwater.engines.megatron.model import MappedParameter, MegatronModel
 from headwater.engines.torch.parallel import put_together
 from headwater.engines.torch.value import HEAD_NAME
@@ -88,8 +89,9 @@ class _Global:
 class Exporter:
     """Puts Hugging Face's tensors together on every rank, some at a time. All ranks make and use it together."""
 
-    def __init__(self, model: MegatronModel, bucket_bytes: int = BUCKET_BYTES) -> None:
-        self._model = model
+    def __init__(self, model: MegatronModel, where: Where, bucket_bytes: int = BUCKET_BYTES) -> None:
+        """where: of a tensor that may be away."""
+        self._model, self._where = model, where
         own = {
             piece.name: _Global(piece.name, piece.global_shape, mapped.parameter.dtype)
             for mapped in model.parameters()
@@ -130,16 +132,15 @@ class Exporter:
             ]
             for one, tensor in zip(bucket, whole, strict=True):
                 for piece, mapped in own.get(one.name, ()):
-                    tensor[piece.index] = _merged(mapped, piece.rows).view(piece.shape)
+                    tensor[piece.index] = self._merged(mapped, piece.rows).view(piece.shape)
             if dist.get_world_size() > 1:
                 put_together(flat)
             yield from zip((one.name for one in bucket), whole, strict=True)
 
-
-def _merged(mapped: MappedParameter, rows: slice) -> torch.Tensor:
-    """Rows of a weight, its adapter in them."""
-    weight = mapped.parameter.detach()
-    return weight[rows] if mapped.adapter is None else mapped.adapter.merged(weight, rows)
+    def _merged(self, mapped: MappedParameter, rows: slice) -> torch.Tensor:
+        """Rows of a weight, its adapter in them."""
+        weight = self._where(mapped.parameter.detach())
+        return weight[rows] if mapped.adapter is None else mapped.adapter.merged(weight, rows, self._where)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
