@@ -71,17 +71,17 @@ def main() -> int:
 
         cpu.enable()
         torch.set_num_threads(1)
-    from freshness_rows import ROWS, Models, Run, as_line, table, warm_up
+    from freshness_rows import ROWS, Models, Run, Savers, as_line, table, warm_up
 
     names = given.rows.split(",") if given.rows else list(ROWS)
     if unknown := set(names) - set(ROWS):
         parser.error(f"no rows {', '.join(sorted(unknown))}; there are {', '.join(ROWS)}")
     models = Models(given.folder, given.megabytes, device)
     warm_up(models)
-    watchdog, rows = Watchdog(), []
+    watchdog, rows, savers = Watchdog(), [], Savers(given.arm, given.folder / given.arm, device)
     for name in names:
         started = time.perf_counter()
-        run = Run(given.arm, name, models, given.saves, given.folder / f"{given.arm}-{name}")
+        run = Run(name, models, given.saves, savers)
         watchdog.follow(run)
         try:
             ROWS[name](run)
@@ -98,6 +98,7 @@ def main() -> int:
         rows.append(run.told)
         sys.stdout.write(as_line(run.told))
         sys.stdout.flush()
+    savers.close()
     sys.stdout.write(f"{table(rows)}\n")
     return 0
 

@@ -198,6 +198,11 @@ class Managed:
     def compared(self, old: Path) -> None:
         """Retention removes it."""
 
+    def settle_all(self) -> None:
+        """Have nothing of a row in flight, whatever became of it."""
+        with suppress(HeadwaterError):
+            self._manager.wait_committed()
+
     def close(self) -> None:
         self._manager.close()
 
@@ -236,17 +241,58 @@ class Control:
         self._plain.close()
 
 
-def make_saver(arm: str, root: Path, sizes: dict[str, int], device: torch.device) -> Managed | Control:
-    if arm == "control":
-        return Control(root)
-    return Managed("native" if arm == "native" else "nvrx", root, sizes, device, lets_go=arm != "proof-alone")
+class Savers:
+    """What saves the rows of one arm: one manager for all, whose writer lives through them; control makes its own.
+
+    context: bytes that the writer's process takes on the device. saves: made before the present row.
+    """
+
+    def __init__(self, arm: str, root: Path, device: torch.device) -> None:
+        self.arm, self.root = arm, root
+        self._device = device
+        self._kept: Managed | None = None
+        self.context = self.saves = 0
+
+    def of_row(self, sizes: dict[str, int], before: int) -> Managed | Control:
+        """before: what the device holds, with the row's engines away."""
+        if self._kept is not None:
+            return self._kept
+        if self.arm == "control":
+            saver: Managed | Control = Control(self.root)
+            self.context = 0
+        else:
+            strategy = "native" if self.arm == "native" else "nvrx"
+            saver = Managed(strategy, self.root, sizes, self._device, lets_go=self.arm != "proof-alone")
+            self._kept = saver
+        if self.arm == "native" or self._device.type != "cuda":
+            return saver
+        if used_memory(self._device) - before < SMALLEST_CONTEXT:  # it begins one at its first save
+            tensor = torch.zeros(1, device=self._device)
+            saver.save(0, {"policy": [Chunk.whole("first", tensor)]}, {})
+            saver.commit(0)
+        self.context = used_memory(self._device) - before
+        return saver
+
+    def end_row(self, saver: Managed | Control, failed: bool) -> None:
+        """Keep it for the next row, where it can be."""
+        if isinstance(saver, Managed) and not failed:
+            saver.settle_all()
+        else:
+            self._kept, self.context = None, 0
+            saver.close()
+            shutil.rmtree(self.root, ignore_errors=True)
+
+    def close(self) -> None:
+        if self._kept is not None:
+            self.end_row(self._kept, True)
 
 
 class Run:
     """One row in one arm: makes engines, saves and proves them, and measures. stage: what it does now."""
 
-    def __init__(self, arm: str, row: str, models: Models, saves: int, root: Path) -> None:
-        self._arm, self._models, self._saves, self._root = arm, models, saves, root
+    def __init__(self, row: str, models: Models, saves: int, savers: Savers) -> None:
+        self._savers, self._models, self._saves = savers, models, saves
+        self._first = savers.saves
         self.sequences = models.sequences
         self.stage = "making engines"
         self.engines: dict[str, Any] = {}
@@ -256,7 +302,7 @@ class Run:
         self._step = 0
         self._pending: dict[Key, int] | None = None
         self._newest: Path | None = None
-        self.told: dict[str, Any] = {"arm": arm, "row": row, "nvrx": nvrx_version(), "error": None}
+        self.told: dict[str, Any] = {"arm": savers.arm, "row": row, "nvrx": nvrx_version(), "error": None}
         self.told |= {"saves": 0, "seconds": [], "pairs": [], "proven": [], "problems": [], "refusals": []}
         self.told |= {"used": [], "pids": [], "writer": None, "context_bytes": 0, "device_bytes": 0, "state_bytes": 0}
 
@@ -289,14 +335,10 @@ class Run:
     def _start_saver(self) -> None:
         self.stage = "starting the writer"
         sizes = {name: engine.checkpoint_bytes for name, engine in self.engines.items()}
-        self._saver = make_saver(self._arm, self._root, sizes, self._models.device)
-        if self._arm == "native" or self._models.device.type != "cuda":
-            return
-        if used_memory(self._models.device) - self._bases["all"] < SMALLEST_CONTEXT:  # it begins one at its first save
-            tensor = torch.zeros(1, device=self._models.device)
-            self._saver.save(0, {"policy": [Chunk.whole("first", tensor)]}, {})
-            self._saver.commit(0)
-        self.told["context_bytes"] = used_memory(self._models.device) - self._bases["all"]
+        there = self._savers.context
+        self._saver = self._savers.of_row(sizes, self._bases["all"])
+        self._bases = {what: held - there for what, held in self._bases.items()}
+        self.told["context_bytes"] = self._savers.context
 
     def train(self, name: str) -> None:
         self.stage = f"training {name}"
@@ -321,9 +363,10 @@ class Run:
         self.told["device_bytes"] = max(self.told["device_bytes"], of_device)
         self._pending = live_digests(components)
         started = time.perf_counter()
-        self._saver.save(self._step, components, self.engines)
+        self._saver.save(self._first + self._step, components, self.engines)
         self.told["seconds"].append(round(time.perf_counter() - started, 4))
         self.told["saves"] += 1
+        self._savers.saves = self._first + self._step
         self.told["pids"].append(self._saver.pid)
         self.stage = "the path"
 
@@ -333,7 +376,7 @@ class Run:
             return
         assert self._saver is not None
         live, self._pending = self._pending, None
-        step = self.told["saves"]
+        step = self._savers.saves
         self.stage = f"commit {step}"
         if self.told["writer"] is None:
             self.told["writer"] = cuda_of(self._saver.pid)
@@ -357,7 +400,7 @@ class Run:
         of_optimizer = [chunk for chunk in verdict.stale if chunk.role in OPTIMIZER_ROLES]
         named = (of_optimizer or verdict.stale)[:NAMED]
         return {
-            "step": self.told["saves"],
+            "step": self._savers.saves,
             "outcome": verdict.outcome,
             "stale": len(verdict.stale),
             "stale_optimizer": len(of_optimizer),
@@ -384,11 +427,10 @@ class Run:
         self._saver, self._pending = None, None
         try:
             if saver is not None:
-                saver.close()
+                self._savers.end_row(saver, told["error"] is not None)
         finally:
             self.engines, self._others = {}, []
             used_memory(self._models.device)
-            shutil.rmtree(self._root, ignore_errors=True)
 
 
 def nvrx_version() -> str | None:
