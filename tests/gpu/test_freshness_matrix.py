@@ -1,8 +1,8 @@
 """Each way of saving through all paths on which Megatron's state moves: fresh, as it was live, nothing left behind.
 
 HEADWATER_NVRX_VERSIONS="0.6.0=/folder,0.7.0=/folder" names folders with versions of nvidia-resiliency-ext besides the
-installed one. Rows and tables are written into $OUT where that is set. HEADWATER_MATRIX_RESULTS names a folder with such
-files of an earlier run, which are judged in place of a new one: the arms may be run one by one.
+installed one. Rows and tables are written into $OUT where that is set. HEADWATER_MATRIX_RESULTS names a folder with
+such files of an earlier run, which are judged in place of a new one: the arms may be run one by one.
 """
 
 from __future__ import annotations
