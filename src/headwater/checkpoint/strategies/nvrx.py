@@ -428,6 +428,9 @@ def _read_report(folder: Path) -> dict[str, Any]:
 
 def _proven(save: _Save, report: dict[str, Any]) -> tuple[list[ChunkEntry], dict[str, tuple[int, int]]]:
     """Entries of all chunks; size and checksum of each file by its name. Raises HeadwaterError where one differs."""
+    told = Counter({(name, tuple(offset)): len(digests) for name, offset, _, _, digests in report["items"]})
+    if +told != Counter(place.item for place in save.items.places):
+        raise HeadwaterError(f"saving step {save.order.step} failed: NVRx tells of other tensors than it was given")
     found = {
         (name, tuple(offset)): (path, begin, iter(digests)) for name, offset, path, begin, digests in report["items"]
     }
