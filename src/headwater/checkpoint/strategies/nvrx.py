@@ -36,8 +36,9 @@ from headwater.checkpoint.strategies.joint_commit import JointCommit, Written
 from headwater.checkpoint.strategies.nvrx_agent import REPORT_NAME, ItemKey
 from headwater.checkpoint.strategies.nvrx_items import Identity, Items, Place, make_items
 from headwater.checkpoint.strategies.nvrx_writer import Library, Writer, WriterLostError
+from headwater.checkpoint.votes import error_of, refusal_of
 from headwater.checkpoint.write_request import difference_text
-from headwater.errors import HeadwaterError, UserError
+from headwater.errors import HeadwaterError
 
 FOLDER_NAME = ".nvrx"
 _MAX_ATTEMPTS = 3
@@ -192,6 +193,9 @@ class NvrxSaver:
             self._writing = made
         try:
             self._stage(made)
+        except Exception as error:
+            self._end(made, None)
+            raise self._told(error, order.step) from None
         except BaseException:
             self._end(made, None)
             raise
@@ -297,10 +301,17 @@ class NvrxSaver:
             result.folder = ends.folder
             result.measured |= ends.measured
         except Exception as error:
-            known = isinstance(error, HeadwaterError)
-            result.error = error if known else HeadwaterError(f"saving step {save.order.step} failed: {error}")
+            result.error = self._told(error, save.order.step)
         shutil.rmtree(save.folder, ignore_errors=True)
         self._end(save, result)
+
+    def _told(self, error: Exception, step: int) -> HeadwaterError:
+        """What the trainer is told of it: of what the file system refuses with the remedy."""
+        if isinstance(error, HeadwaterError):
+            return error
+        if isinstance(error, OSError):
+            return error_of(refusal_of(error), step, self._root)
+        return HeadwaterError(f"saving step {step} failed: {type(error).__name__}: {error}")
 
     def _end_of(self, token: str, order: SaveOrder) -> JointCommit:
         return JointCommit(self._root, self._ranks, self._vote_timeout_s, token, order)
@@ -420,9 +431,10 @@ def _read_report(folder: Path) -> dict[str, Any]:
         report = json.loads((folder / REPORT_NAME).read_bytes())
     except FileNotFoundError:
         raise WriterLostError("NVRx's writer process ended without a word") from None
+    if report.get("errno") is not None:
+        raise OSError(report["errno"], report["error"])
     if "error" in report:
-        text = f"NVRx could not write the checkpoint: {report['error']}"
-        raise UserError(text) if report["errno"] is not None else HeadwaterError(text)
+        raise HeadwaterError(f"NVRx could not write the checkpoint: {report['error']}")
     return report
 
 
