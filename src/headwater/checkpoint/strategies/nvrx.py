@@ -36,8 +36,9 @@ from headwater.checkpoint.strategies.joint_commit import JointCommit, Written
 from headwater.checkpoint.strategies.nvrx_agent import REPORT_NAME, ItemKey
 from headwater.checkpoint.strategies.nvrx_items import Identity, Items, Place, make_items
 from headwater.checkpoint.strategies.nvrx_writer import Library, Writer, WriterLostError
+from headwater.checkpoint.votes import error_of, refusal_of
 from headwater.checkpoint.write_request import difference_text
-from headwater.errors import HeadwaterError, UserError
+from headwater.errors import HeadwaterError
 
 FOLDER_NAME = ".nvrx"
 _MAX_ATTEMPTS = 3
@@ -195,6 +196,9 @@ class NvrxSaver:
             self._writing = made
         try:
             self._stage(made)
+        except Exception as error:
+            self._end(made, None)
+            raise self._told(error, order.step) from None
         except BaseException:
             self._end(made, None)
             raise
@@ -300,10 +304,17 @@ class NvrxSaver:
             result.folder = ends.folder
             result.measured |= ends.measured
         except Exception as error:
-            known = isinstance(error, HeadwaterError)
-            result.error = error if known else HeadwaterError(f"saving step {save.order.step} failed: {error}")
+            result.error = self._told(error, save.order.step)
         shutil.rmtree(save.folder, ignore_errors=True)
         self._end(save, result)
+
+    def _told(self, error: Exception, step: int) -> HeadwaterError:
+        """What the trainer is told of it: of what the file system refuses with the remedy."""
+        if isinstance(error, HeadwaterError):
+            return error
+        if isinstance(error, OSError):
+            return error_of(refusal_of(error), step, self._root)
+        return HeadwaterError(f"saving step {step} failed: {type(error).__name__}: {error}")
 
     def _end_of(self, token: str, order: SaveOrder) -> JointCommit:
         return JointCommit(self._root, self._ranks, self._vote_timeout_s, token, order)
@@ -423,14 +434,18 @@ def _read_report(folder: Path) -> dict[str, Any]:
         report = json.loads((folder / REPORT_NAME).read_bytes())
     except FileNotFoundError:
         raise WriterLostError("NVRx's writer process ended without a word") from None
+    if report.get("errno") is not None:
+        raise OSError(report["errno"], report["error"])
     if "error" in report:
-        text = f"NVRx could not write the checkpoint: {report['error']}"
-        raise UserError(text) if report["errno"] is not None else HeadwaterError(text)
+        raise HeadwaterError(f"NVRx could not write the checkpoint: {report['error']}")
     return report
 
 
 def _proven(save: _Save, report: dict[str, Any]) -> tuple[list[ChunkEntry], dict[str, tuple[int, int]]]:
     """Entries of all chunks; size and checksum of each file by its name. Raises HeadwaterError where one differs."""
+    told = Counter({(name, tuple(offset)): len(digests) for name, offset, _, _, digests in report["items"]})
+    if +told != Counter(place.item for place in save.items.places):
+        raise HeadwaterError(f"saving step {save.order.step} failed: NVRx tells of other tensors than it was given")
     found = {
         (name, tuple(offset)): (path, begin, iter(digests)) for name, offset, path, begin, digests in report["items"]
     }

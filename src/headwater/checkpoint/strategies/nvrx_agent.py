@@ -26,6 +26,7 @@ from headwater.checkpoint.byte_digest import digest_many, warm_up
 from headwater.checkpoint.foreign.archive import storage_range
 
 REPORT_NAME = "report.json"
+_PROBE_BYTES = 1 << 16
 ItemKey = tuple[str, tuple[int, ...]]
 """Name and offset of an item, as NVRx is told them."""
 
@@ -106,7 +107,12 @@ class WriteAndProve:
         try:
             report = self._prove(results.taken)
         except Exception as error:
-            report = {"error": str(error) or type(error).__name__, "errno": getattr(error, "errno", None)}
+            refused = error if isinstance(error, OSError) else _refused(Path(self.folder))
+            number = refused.errno if refused is not None else None
+            text = os.strerror(number) if number is not None else str(error)
+            report = {"error": text or type(error).__name__, "errno": number}
+            for path in Path(self.folder).iterdir():
+                path.unlink()  # or a full disk has no room to say so
         target = Path(self.folder) / REPORT_NAME
         temporary = target.with_suffix(".tmp")
         temporary.write_text(json.dumps(report))
@@ -140,6 +146,18 @@ class _Results:
     def put(self, results: Any) -> None:
         """As a queue's."""
         self.taken = results
+
+
+def _refused(folder: Path) -> OSError | None:
+    """What the file system says to more bytes in these files: torch tells of a write that failed, but not why."""
+    try:
+        for path in folder.iterdir():
+            with open(path, "ab", buffering=0) as file:
+                file.write(bytes(_PROBE_BYTES))
+                os.fsync(file.fileno())
+    except OSError as error:
+        return error
+    return None
 
 
 def _prove_file(

@@ -118,8 +118,8 @@ def _copy_to_blocks(items: Items, chunks: Sequence[tuple[int, Chunk]]) -> None:
         used = -(-sizes[-1] // _ALIGNMENT) * _ALIGNMENT
     _require_shared_memory(sum(sizes))
     for number, (members, size) in enumerate(zip(blocks, sizes, strict=True)):
-        if not members:
-            continue
+        if not members and items.tensors:
+            continue  # NVRx is given something to write, also where there is no tensor at all
         block = torch.empty(max(size, 1), dtype=torch.uint8, device="cpu").share_memory_()
         key = (f"host-{number:05d}", (0,))
         items.tensors[key] = block

@@ -32,16 +32,16 @@ class SharedWeights:
 
     def __init__(self, engine: TorchEngine, tokenizer: PreTrainedTokenizerBase, max_batch_size: int) -> None:
         self._engine = engine
-        self._saver = NativeGenerator(engine.model, tokenizer, max_batch_size)
+        self._native = NativeGenerator(engine.model, tokenizer, max_batch_size)
 
     def generate(self, prompts: Sequence[Prompt], num_samples: int, params: SamplingParams) -> Answers:
         layout = self._engine.layout
         with gathered(self._engine.model):
-            own = self._saver.generate(layout.share(prompts), num_samples, params)
+            own = self._native.generate(layout.share(prompts), num_samples, params)
         return [completions for of_rank in layout.gather(own) for completions in of_rank]
 
     def receive_weights(self, version: int) -> None:
-        self._saver.receive_weights(version)
+        self._native.receive_weights(version)
 
 
 class CopiedWeights:
@@ -66,13 +66,13 @@ class CopiedWeights:
         self._model: Any = load_model(model_path, dtype, register_attention(), trust_remote_code).to(device)
         if fp32_lm_head:
             Fp32Head(self._model.get_output_embeddings())
-        self._saver = NativeGenerator(self._model, tokenizer, max_batch_size)
+        self._native = NativeGenerator(self._model, tokenizer, max_batch_size)
         # Some families hold tensors in another form than a folder does, such as all experts of a layer in one.
         self._as_stored = set(WeightFolder(model_path).names) <= self._model.state_dict().keys()
 
     def generate(self, prompts: Sequence[Prompt], num_samples: int, params: SamplingParams) -> Answers:
         world = dist.get_world_size()
-        own = self._saver.generate(share(prompts, dist.get_rank(), world), num_samples, params)
+        own = self._native.generate(share(prompts, dist.get_rank(), world), num_samples, params)
         of_ranks: list[Any] = [None] * world
         dist.all_gather_object(of_ranks, own)
         return [completions for answers in of_ranks for completions in answers]
@@ -93,7 +93,7 @@ class CopiedWeights:
         missing = [name for name, tensor in live.items() if tensor.data_ptr() not in arrived]
         if missing:
             raise HeadwaterError(f"version {version}: the trainer did not export {missing[0]}")
-        self._saver.receive_weights(version)
+        self._native.receive_weights(version)
 
     def _converted(self, stored: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """As transformers holds what a folder stores."""
