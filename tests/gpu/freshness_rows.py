@@ -426,6 +426,8 @@ class Run:
         self.stage = "closing"
         self._saver, self._pending = None, None
         try:
+            for engine in self.engines.values():
+                engine.fence.vacate()  # its memory is freed with it
             if saver is not None:
                 self._savers.end_row(saver, told["error"] is not None)
         finally:
