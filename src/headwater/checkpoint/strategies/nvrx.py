@@ -9,6 +9,7 @@ of what a configuration says. Where nothing has moved, the process and its handl
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import secrets
@@ -132,6 +133,7 @@ class NvrxSaver:
         self._removed = self._closed = False
         self.writer_restarts = 0
         self.skipped = 0
+        atexit.register(self._exit)
         if ranks.rank == 0:
             clear(root)
 
@@ -255,6 +257,8 @@ class NvrxSaver:
             raise HeadwaterError("the checkpoints are closed")
         if self._writer is None:
             self._writer = Writer(self._library, self._ranks.rank, self._silence_s)
+            if self._closed:  # meanwhile
+                self._writer.kill()
         return self._writer
 
     def _replace(self) -> None:
@@ -393,9 +397,17 @@ class NvrxSaver:
                 steps = ", ".join(map(str, sorted(self._pending.values())))
                 raise HeadwaterError(f"the checkpoint of step {steps} is not committed after {timeout:g} s")
 
+    def _exit(self) -> None:
+        """At the end of a program that did not close: multiprocessing would join a process that may never end."""
+        self._closed = True
+        writer = self._writer
+        if writer is not None:
+            writer.kill()
+
     def close(self) -> None:
         """End NVRx's process; a save that has not ended is lost."""
         self._closed = True
+        atexit.unregister(self._exit)
         with self._using:
             writer, self._writer = self._writer, None
             if writer is not None:

@@ -7,7 +7,6 @@ dropped.
 
 from __future__ import annotations
 
-import atexit
 import importlib.metadata
 import inspect
 import logging
@@ -149,7 +148,6 @@ class Writer:
         self._adopted = self._killed = False
         self.holds_device_memory = False
         self._process: Any = None
-        atexit.register(self.kill)  # before multiprocessing joins a process that may never end
         if library.persistent:
             self._start()
 
@@ -262,7 +260,6 @@ class Writer:
     def kill(self) -> None:
         """End it, whatever it does, with what it forked; safe to call twice."""
         self._killed = True
-        atexit.unregister(self.kill)
         process, self._process = self._process, None
         self._caller.process = None  # or NVRx would wait for it
         if process is not None:
