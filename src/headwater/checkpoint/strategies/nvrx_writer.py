@@ -264,8 +264,8 @@ class Writer:
         self._caller.process = None  # or NVRx would wait for it
         if process is not None:
             with suppress(OSError):
-                # Its own group, unless it did not live to make one.
-                if os.getpgid(process.pid) == process.pid:
+                # Its own group, unless it did not live to make one; what it forked is in there when it is gone itself.
+                if self._adopted or os.getpgid(process.pid) == process.pid:
                     os.killpg(process.pid, signal.SIGKILL)
             process.kill()
             process.join(_DEATH_S)
