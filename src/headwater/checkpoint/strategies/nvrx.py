@@ -236,6 +236,10 @@ class NvrxSaver:
                 return
             except WriterLostError as error:
                 self._lost(save, error)
+            except BaseException:  # NVRx may have been given it, and would tell of it as of the next save
+                shutil.rmtree(save.folder, ignore_errors=True)
+                self._replace()
+                raise
 
     def _forget_other_tensors(self, writer: Writer, items: Items) -> None:
         """Handles to memory that is not that of these tensors any more, and copies in another structure."""
