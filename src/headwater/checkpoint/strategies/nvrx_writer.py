@@ -181,6 +181,8 @@ class Writer:
     def stage(self, request: Any) -> None:
         """Hand a save over, and return when its tensors may change. Raises WriterLostError."""
         self.wait_started()
+        if self._library.persistent:
+            self._require_alive()  # NVRx would start one of its own where it was closed behind our back
         self.holds_device_memory = not self._library.cpu_shm
         call = _Call(lambda: self._caller.schedule_async_call(request))
         while not call.done.wait(_POLL_S):
