@@ -201,7 +201,10 @@ class Writer:
             if not done:
                 self._check()
             return done
-        return self._process is None or not self._process.is_alive()
+        done = self._caller.is_current_async_call_done(no_dist=True)
+        if done:
+            self._process = None  # that it has ended is no loss
+        return done
 
     def let_go(self) -> None:
         """Have it forget every tensor it was sent, whose memory may be freed or moved then. Raises WriterLostError."""
