@@ -18,6 +18,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -134,8 +135,7 @@ class NvrxSaver:
         self.writer_restarts = 0
         self.skipped = 0
         atexit.register(self._exit)
-        if ranks.rank == 0:
-            clear(root)
+        _clear(root, ranks)
 
     @property
     def pending(self) -> int:
@@ -417,13 +417,20 @@ class NvrxSaver:
             if writer is not None:
                 writer.close()
         self._background.close()
-        if self._ranks.rank == 0:
-            clear(self._root)
+        _clear(self._root, self._ranks)
 
 
-def clear(root: Path) -> None:
-    """Remove what saves that did not end left behind. Nobody may be saving."""
-    shutil.rmtree(root / FOLDER_NAME, ignore_errors=True)
+def _clear(root: Path, ranks: Ranks) -> None:
+    """Remove what this rank's saves that did not end left behind, as rank 0 that of ranks which are no more.
+
+    Other ranks may be saving already, or still.
+    """
+    for folder in (root / FOLDER_NAME).glob("*-*-*"):
+        rank = folder.name.split("-")[1]
+        if rank == str(ranks.rank) or (ranks.rank == 0 and int(rank) >= ranks.world):
+            shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):  # not empty, or not there
+        (root / FOLDER_NAME).rmdir()
 
 
 def _parts(chunks: Mapping[str, Sequence[Chunk]]) -> list[_Part]:
