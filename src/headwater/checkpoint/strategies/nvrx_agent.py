@@ -15,6 +15,7 @@ import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import process
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from headwater.checkpoint.foreign.archive import storage_range
 
 REPORT_NAME = "report.json"
 _PROBE_BYTES = 1 << 16
+_LOOK_EVERY_S = 0.5
 ItemKey = tuple[str, tuple[int, ...]]
 """Name and offset of an item, as NVRx is told them."""
 
@@ -45,16 +47,25 @@ class Adopt:
 
 
 def _answer(channel: Connection) -> None:
-    """Answer each question, until the trainer's end of the pipe is closed, however that happens."""
+    """Answer each question, until the trainer's end of the pipe is closed, however that happens.
+
+    Where NVRx forks to write, it waits for ever for one that was killed; the process ends then as well.
+    """
+    forked: set[process.BaseProcess] = set()
     try:
         channel.send("adopted")
-        while True:
+        while not any(child.exitcode for child in forked):
+            forked = {child for child in forked if child.exitcode is None}
+            forked |= getattr(process, "_children")  # noqa: B009 - active_children() forgets those that have ended
+            if not channel.poll(_LOOK_EVERY_S):
+                continue
             question = channel.recv()
             if question == "let go":
                 _let_go()
             channel.send(question)
     except (EOFError, OSError):
-        os.killpg(0, signal.SIGKILL)
+        pass
+    os.killpg(0, signal.SIGKILL)
 
 
 def _let_go() -> None:
