@@ -33,6 +33,9 @@ ItemKey = tuple[str, tuple[int, ...]]
 """Name and offset of an item, as NVRx is told them."""
 
 
+_warming = threading.Thread(target=warm_up, name="headwater-warm-up", daemon=True)
+
+
 class Adopt:
     """Called in a new writer process, first of all. channel: the process's end of a pipe to its trainer."""
 
@@ -43,7 +46,7 @@ class Adopt:
         with contextlib.suppress(OSError):
             os.setpgid(0, 0)  # the processes that it forks to write end with it
         threading.Thread(target=_answer, args=(self._channel,), name="headwater-agent", daemon=True).start()
-        threading.Thread(target=warm_up, name="headwater-warm-up", daemon=True).start()
+        _warming.start()
 
 
 def _answer(channel: Connection) -> None:
@@ -108,6 +111,8 @@ class WriteAndProve:
     parts: Mapping[ItemKey, Sequence[tuple[int, int]]]
 
     def __call__(self, rank: int, staged: Any, _results: Any) -> None:
+        if _warming.is_alive():
+            _warming.join()  # NVRx may fork to write, and a fork keeps the locks that another thread holds
         results = _Results()
         self.write(rank, staged, results)
         try:
