@@ -224,7 +224,9 @@ class Writer:
         if self._killed:
             raise WriterLostError("NVRx's writer process was ended")
         if process is not None and not process.is_alive():
-            raise self._lost(f"ended with exit code {process.exitcode}")
+            unready = " before it was ready" if self._channel is not None and not self._adopted else ""
+            guard = '; it imports the main script, which may train only under if __name__ == "__main__"'
+            raise self._lost(f"ended with exit code {process.exitcode}{unready and unready + guard}")
 
     def _ask(self, question: str, timeout: float) -> None:
         with self._asking:
