@@ -1,4 +1,4 @@
-"""NVRx's process is killed, stopped or ended at any time: the save is repaired or refused in one line, nothing hangs."""
+"""NVRx's process is killed, stopped or ended at any time: the save is repaired or refused in a line, nothing hangs."""
 
 from __future__ import annotations
 
