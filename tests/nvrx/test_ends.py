@@ -54,6 +54,7 @@ def start(how: str, root: Path, hold: Hold) -> tuple[subprocess.Popen[str], list
 def resumes(make: MakeManager, root: Path, tensors: Tensors, hold: Hold, step: int) -> None:
     hold.off()
     manager = make()
+    assert ".nvrx" not in entries(root)
     assert {name for name in entries(root) if name.startswith("step_")} == {f"step_{n:06d}" for n in (1, step)}
     newest = manager.latest()
     assert newest is not None
@@ -86,7 +87,7 @@ def test_a_killed_trainer_leaves_no_process_and_the_next_run_goes_on(
     resumes(make, root, tensors, hold, 1)
 
 
-@pytest.mark.parametrize("how", ["ends idle", "ends writing", "raises writing", "closes writing"])
+@pytest.mark.parametrize("how", ["ends idle", "ends writing", "raises writing", "closes writing", "ends lost"])
 def test_a_trainer_that_ends_leaves_no_process_and_does_not_hang(
     how: str, make: MakeManager, root: Path, tensors: Tensors, hold: Hold
 ):
@@ -94,7 +95,7 @@ def test_a_trainer_that_ends_leaves_no_process_and_does_not_hang(
     _, errors = process.communicate(timeout=40)
     assert (process.returncode == 0) == (not how.startswith("raises")), errors
     wait_gone(all_of_them)
-    resumes(make, root, tensors, hold, 2 if how.startswith("closes") else 1)
+    resumes(make, root, tensors, hold, 2 if how in ("closes writing", "ends lost") else 1)
 
 
 def test_a_script_that_trains_when_it_is_imported_ends_with_an_error(root: Path):
@@ -117,6 +118,7 @@ def test_an_interrupt_while_a_save_is_staged_leaves_nothing_of_it(
 
     def stage(self: Any, request: Any) -> None:
         real(self, request)
+        wait_until(lambda: any(root.glob(".nvrx/*/report.json")), "NVRx has written it")
         raise error
 
     with monkeypatch.context() as patch:

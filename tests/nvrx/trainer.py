@@ -22,11 +22,15 @@ from headwater.config.schema import CheckpointingConfig
 
 def main(root: Path, how: str, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=0, world_size=1)
-    config = CheckpointingConfig(checkpoint_dir=str(root), strategy="nvrx", keep_latest_k=None)
+    config = CheckpointingConfig(checkpoint_dir=str(root), strategy="nvrx", keep_latest_k=None, writer_silence_s=2)
     manager = CheckpointManager(config, "run", "model")
     save(manager, 1, {"w": torch.full((1000,), 1.0)})
     manager.wait_committed(60)
     writer = writer_of(manager)
+    if how == "ends lost":  # with more in NVRx's queue than a pipe holds, which nobody will read
+        os.kill(writer, signal.SIGSTOP)
+        save(manager, 2, {"w": torch.full((1000,), 2.0), **{f"w{i}": torch.ones(1) for i in range(5000)}})
+        manager.wait_committed(60)
     if how.endswith("writing"):
         (folder / "hold" / "hold").touch()
         save(manager, 2, {"w": torch.full((1000,), 2.0)})
