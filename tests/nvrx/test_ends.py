@@ -27,7 +27,7 @@ from nvrx_saves import (
     wait_gone,
     writer_of,
 )
-from process_tree import wait_until
+from process_tree import state, wait_until
 
 from headwater.checkpoint.strategies import nvrx_writer
 from headwater.errors import HeadwaterError
@@ -79,6 +79,7 @@ def test_a_killed_trainer_leaves_no_process_and_the_next_run_goes_on(
     process, all_of_them = start(how, root, hold)
     if "stopped" in how:
         os.kill(all_of_them[-1], signal.SIGSTOP)
+        wait_until(lambda: state(all_of_them[-1]) == "T", "it stands still")
     process.kill()
     started = time.monotonic()
     wait_gone(all_of_them[1:], 30)
