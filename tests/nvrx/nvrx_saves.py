@@ -41,22 +41,22 @@ class Hold:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
-        self._folder = folder
+        self.folder = folder
         (folder / "sitecustomize.py").write_text(_HOLD)
         self.python_path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
 
     def on(self) -> None:
-        for mark in self._folder.glob("writing-*"):
+        for mark in self.folder.glob("writing-*"):
             mark.unlink()
-        (self._folder / "hold").touch()
+        (self.folder / "hold").touch()
 
     def off(self) -> None:
-        (self._folder / "hold").unlink(missing_ok=True)
+        (self.folder / "hold").unlink(missing_ok=True)
 
     def wait_writing(self) -> int:
         """The process that writes, which before 0.5 is one that NVRx's forked."""
-        wait_until(lambda: any(self._folder.glob("writing-*")), "NVRx writes")
-        return int(next(self._folder.glob("writing-*")).name.removeprefix("writing-"))
+        wait_until(lambda: any(self.folder.glob("writing-*")), "NVRx writes")
+        return int(next(self.folder.glob("writing-*")).name.removeprefix("writing-"))
 
 
 def save(manager: CheckpointManager, step: int, tensors: Tensors, *fences: Fence, **options: Any) -> None:

@@ -18,7 +18,7 @@ from headwater.checkpoint.strategies import joint_commit, nvrx_items
 from headwater.errors import UserError
 
 pytest.importorskip("nvidia_resiliency_ext", reason="needs the extra nvrx, which make test-slow installs")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 
 
 @pytest.fixture

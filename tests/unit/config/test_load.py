@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 
+from headwater.cli.main import main
 from headwater.config.load import load_config, recipe_names
 from headwater.errors import UserError
 
@@ -180,3 +181,22 @@ def test_interpolations_reach_other_keys_and_schema_defaults():
 @pytest.mark.parametrize("value", ["${data.sed}", "${grpo.seed}", "${grpo}", "${", "${nothing:1}"])
 def test_an_interpolation_that_leads_nowhere_names_its_key(value):
     assert error_of("grpo", f"grpo.seed={value}").startswith("grpo.seed: ")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("ckpt_assume_constant_structure", "false"),
+        ("use_persistent_ckpt_worker", "false"),
+        ("async_ckpt_use_cpu_shm", "true"),
+    ],
+)
+def test_what_only_nvrx_reads_is_refused_without_it(key: str, value: str) -> None:
+    with pytest.raises(UserError, match=rf"{key} is read only with strategy=nvrx: set strategy=nvrx, or leave it out"):
+        load_config("grpo_tiny", [f"checkpointing.{key}={value}"])
+
+
+def test_nvrx_without_megatron_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "grpo_tiny", "checkpointing.strategy=nvrx"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "checkpointing.strategy=nvrx saves Megatron models: set megatron_cfg.enabled=true" in line

@@ -9,6 +9,7 @@ of what a configuration says. Where nothing has moved, the process and its handl
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import secrets
@@ -17,6 +18,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -132,8 +134,8 @@ class NvrxSaver:
         self._removed = self._closed = False
         self.writer_restarts = 0
         self.skipped = 0
-        if ranks.rank == 0:
-            clear(root)
+        atexit.register(self._exit)
+        _clear(root, ranks)
 
     @property
     def pending(self) -> int:
@@ -237,6 +239,10 @@ class NvrxSaver:
                 return
             except WriterLostError as error:
                 self._lost(save, error)
+            except BaseException:  # NVRx may have been given it, and would tell of it as of the next save
+                shutil.rmtree(save.folder, ignore_errors=True)
+                self._replace()
+                raise
 
     def _forget_other_tensors(self, writer: Writer, items: Items) -> None:
         """Handles to memory that is not that of these tensors any more, and copies in another structure."""
@@ -258,6 +264,8 @@ class NvrxSaver:
             raise HeadwaterError("the checkpoints are closed")
         if self._writer is None:
             self._writer = Writer(self._library, self._ranks.rank, self._silence_s)
+            if self._closed:  # meanwhile
+                self._writer.kill()
         return self._writer
 
     def _replace(self) -> None:
@@ -396,21 +404,36 @@ class NvrxSaver:
                 steps = ", ".join(map(str, sorted(self._pending.values())))
                 raise HeadwaterError(f"the checkpoint of step {steps} is not committed after {timeout:g} s")
 
+    def _exit(self) -> None:
+        """At the end of a program that did not close: multiprocessing would join a process that may never end."""
+        self._closed = True
+        writer = self._writer
+        if writer is not None:
+            writer.kill()
+
     def close(self) -> None:
         """End NVRx's process; a save that has not ended is lost."""
         self._closed = True
+        atexit.unregister(self._exit)
         with self._using:
             writer, self._writer = self._writer, None
             if writer is not None:
                 writer.close()
         self._background.close()
-        if self._ranks.rank == 0:
-            clear(self._root)
+        _clear(self._root, self._ranks)
 
 
-def clear(root: Path) -> None:
-    """Remove what saves that did not end left behind. Nobody may be saving."""
-    shutil.rmtree(root / FOLDER_NAME, ignore_errors=True)
+def _clear(root: Path, ranks: Ranks) -> None:
+    """Remove what this rank's saves that did not end left behind, as rank 0 that of ranks which are no more.
+
+    Other ranks may be saving already, or still.
+    """
+    for folder in (root / FOLDER_NAME).glob("*-*-*"):
+        rank = folder.name.split("-")[1]
+        if rank == str(ranks.rank) or (ranks.rank == 0 and int(rank) >= ranks.world):
+            shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):  # not empty, or not there
+        (root / FOLDER_NAME).rmdir()
 
 
 def _parts(chunks: Mapping[str, Sequence[Chunk]]) -> list[_Part]:

@@ -15,6 +15,7 @@ import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import process
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,12 @@ from headwater.checkpoint.foreign.archive import storage_range
 
 REPORT_NAME = "report.json"
 _PROBE_BYTES = 1 << 16
+_LOOK_EVERY_S = 0.5
 ItemKey = tuple[str, tuple[int, ...]]
 """Name and offset of an item, as NVRx is told them."""
+
+
+_warming = threading.Thread(target=warm_up, name="headwater-warm-up", daemon=True)
 
 
 class Adopt:
@@ -41,6 +46,7 @@ class Adopt:
         with contextlib.suppress(OSError):
             os.setpgid(0, 0)  # the processes that it forks to write end with it
         threading.Thread(target=_answer, args=(self._channel,), name="headwater-agent", daemon=True).start()
+<<<<<<< HEAD
         threading.Thread(target=_warm_up, name="headwater-warm-up", daemon=True).start()
 
 
@@ -48,19 +54,31 @@ def _warm_up() -> None:
     """What a first save would wait for: with torch's part of it, seconds."""
     importlib.import_module("nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async")
     warm_up()
+=======
+        _warming.start()
+>>>>>>> h6-cpu
 
 
 def _answer(channel: Connection) -> None:
-    """Answer each question, until the trainer's end of the pipe is closed, however that happens."""
+    """Answer each question, until the trainer's end of the pipe is closed, however that happens.
+
+    Where NVRx forks to write, it waits for ever for one that was killed; the process ends then as well.
+    """
+    forked: set[process.BaseProcess] = set()
     try:
         channel.send("adopted")
-        while True:
+        while not any(child.exitcode for child in forked):
+            forked = {child for child in forked if child.exitcode is None}
+            forked |= getattr(process, "_children")  # noqa: B009 - active_children() forgets those that have ended
+            if not channel.poll(_LOOK_EVERY_S):
+                continue
             question = channel.recv()
             if question == "let go":
                 _let_go()
             channel.send(question)
     except (EOFError, OSError):
-        os.killpg(0, signal.SIGKILL)
+        pass
+    os.killpg(0, signal.SIGKILL)
 
 
 def _let_go() -> None:
@@ -102,6 +120,8 @@ class WriteAndProve:
     parts: Mapping[ItemKey, Sequence[tuple[int, int]]]
 
     def __call__(self, rank: int, staged: Any, _results: Any) -> None:
+        if _warming.is_alive():
+            _warming.join()  # NVRx may fork to write, and a fork keeps the locks that another thread holds
         results = _Results()
         self.write(rank, staged, results)
         try:

@@ -7,7 +7,6 @@ dropped.
 
 from __future__ import annotations
 
-import atexit
 import importlib.metadata
 import inspect
 import logging
@@ -152,7 +151,6 @@ class Writer:
         self._adopted = self._killed = False
         self.holds_device_memory = False
         self._process: Any = None
-        atexit.register(self.kill)  # before multiprocessing joins a process that may never end
         if library.persistent:
             self._start()
 
@@ -186,6 +184,8 @@ class Writer:
     def stage(self, request: Any) -> None:
         """Hand a save over, and return when its tensors may change. Raises WriterLostError."""
         self.wait_started()
+        if self._library.persistent:
+            self._require_alive()  # NVRx would start one of its own where it was closed behind our back
         self.holds_device_memory = not self._library.cpu_shm
         call = _Call(lambda: self._caller.schedule_async_call(request))
         while not call.done.wait(_POLL_S):
@@ -204,9 +204,10 @@ class Writer:
             if not done:
                 self._check()
             return done
-        if self._process is not None and not self._process.is_alive():
-            self._process = None  # forked for this save alone
-        return self._process is None
+        done = self._caller.is_current_async_call_done(no_dist=True)
+        if done:
+            self._process = None  # that it has ended is no loss
+        return done
 
     def let_go(self) -> None:
         """Have it forget every tensor it was sent, whose memory may be freed or moved then. Raises WriterLostError."""
@@ -226,7 +227,9 @@ class Writer:
         if self._killed:
             raise WriterLostError("NVRx's writer process was ended")
         if process is not None and not process.is_alive():
-            raise self._lost(f"ended with exit code {process.exitcode}")
+            unready = " before it was ready" if self._channel is not None and not self._adopted else ""
+            guard = '; it imports the main script, which may train only under if __name__ == "__main__"'
+            raise self._lost(f"ended with exit code {process.exitcode}{unready and unready + guard}")
 
     def _ask(self, question: str, timeout: float) -> None:
         with self._asking:
@@ -267,13 +270,12 @@ class Writer:
     def kill(self) -> None:
         """End it, whatever it does, with what it forked; safe to call twice."""
         self._killed = True
-        atexit.unregister(self.kill)
         process, self._process = self._process, None
         self._caller.process = None  # or NVRx would wait for it
         if process is not None:
             with suppress(OSError):
-                # Its own group, unless it did not live to make one.
-                if os.getpgid(process.pid) == process.pid:
+                # Its own group, unless it did not live to make one; what it forked is in there when it is gone itself.
+                if self._adopted or os.getpgid(process.pid) == process.pid:
                     os.killpg(process.pid, signal.SIGKILL)
             process.kill()
             process.join(_DEATH_S)
