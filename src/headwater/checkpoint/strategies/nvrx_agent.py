@@ -33,7 +33,13 @@ ItemKey = tuple[str, tuple[int, ...]]
 """Name and offset of an item, as NVRx is told them."""
 
 
-_warming = threading.Thread(target=warm_up, name="headwater-warm-up", daemon=True)
+def _warm_up() -> None:
+    """What a first save would wait for: with torch's part of it, seconds."""
+    importlib.import_module("nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async")
+    warm_up()
+
+
+_warming = threading.Thread(target=_warm_up, name="headwater-warm-up", daemon=True)
 
 
 class Adopt:
@@ -46,17 +52,7 @@ class Adopt:
         with contextlib.suppress(OSError):
             os.setpgid(0, 0)  # the processes that it forks to write end with it
         threading.Thread(target=_answer, args=(self._channel,), name="headwater-agent", daemon=True).start()
-<<<<<<< HEAD
-        threading.Thread(target=_warm_up, name="headwater-warm-up", daemon=True).start()
-
-
-def _warm_up() -> None:
-    """What a first save would wait for: with torch's part of it, seconds."""
-    importlib.import_module("nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async")
-    warm_up()
-=======
         _warming.start()
->>>>>>> h6-cpu
 
 
 def _answer(channel: Connection) -> None:
