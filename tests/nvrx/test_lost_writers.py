@@ -124,7 +124,7 @@ def test_three_losses_in_a_row_are_one_error_and_the_next_save_works(
     real, killed = nvrx_writer.Writer.stage, list[int | None]()
 
     def stage(self: nvrx_writer.Writer, request: Any) -> None:
-        self.wait_started()
+        self.wait_ready()
         killed.append(self.pid)
         assert self.pid is not None
         os.kill(self.pid, signal.SIGKILL)

@@ -127,7 +127,7 @@ class FakeWriter:
     def __init__(self, *_: Any) -> None:
         self.holds_device_memory = False
 
-    def wait_started(self) -> None:
+    def wait_ready(self) -> None:
         pass
 
     def stage(self, request: str) -> None:

@@ -122,6 +122,9 @@ class NvrxSaver:
         self._vote_timeout_s = vote_timeout_s
         self._saves_of_step: Counter[int] = Counter()
         self._writer: Writer | None = None
+        self._spare: Writer | None = None
+        # With CUDA's libraries a process takes many seconds to start.
+        self._keeps_spare = library.persistent and torch.cuda.is_available()
         self._using = threading.RLock()
         self._sent: Identity = ()
         self._structure: set[ItemKey] = set()
@@ -167,10 +170,11 @@ class NvrxSaver:
     def _start(self) -> None:
         with self._using:
             try:
-                self._running().wait_started()
+                self._running().wait_ready()
             except WriterLostError as error:  # a save tries again, and reports it
                 _log.warning("%s", error)
                 self._replace()
+        self._start_spare()
 
     def new_save(self, step: int) -> str:
         """See NativeSaver."""
@@ -230,7 +234,7 @@ class NvrxSaver:
             try:
                 with self._using, collector_running():
                     writer = self._running()
-                    writer.wait_started()
+                    writer.wait_ready()
                     self._forget_other_tensors(writer, save.items)
                     self._calls += 1
                     request = self._library.request(self._calls, save.folder, save.items)
@@ -263,10 +267,20 @@ class NvrxSaver:
         if self._closed:
             raise HeadwaterError("the checkpoints are closed")
         if self._writer is None:
-            self._writer = Writer(self._library, self._ranks.rank, self._silence_s)
+            spare, self._spare = self._spare, None
+            if spare is not None and not spare.is_alive:
+                spare.kill()
+                spare = None
+            self._writer = spare or Writer(self._library, self._ranks.rank, self._silence_s)
             if self._closed:  # meanwhile
                 self._writer.kill()
         return self._writer
+
+    def _start_spare(self) -> None:
+        """In the background: have another process ready, without a context on the device, should this one be lost."""
+        with self._using:
+            if self._keeps_spare and self._spare is None and not self._closed:
+                self._spare = Writer(self._library, self._ranks.rank, self._silence_s)
 
     def _replace(self) -> None:
         """Have the next save begin with another process."""
@@ -315,6 +329,7 @@ class NvrxSaver:
             result.error = self._told(error, save.order.step)
         shutil.rmtree(save.folder, ignore_errors=True)
         self._end(save, result)
+        self._start_spare()
 
     def _told(self, error: Exception, step: int) -> HeadwaterError:
         """What the trainer is told of it: of what the file system refuses with the remedy."""
@@ -407,9 +422,9 @@ class NvrxSaver:
     def _exit(self) -> None:
         """At the end of a program that did not close: multiprocessing would join a process that may never end."""
         self._closed = True
-        writer = self._writer
-        if writer is not None:
-            writer.kill()
+        for writer in (self._writer, self._spare):
+            if writer is not None:
+                writer.kill()
 
     def close(self) -> None:
         """End NVRx's process; a save that has not ended is lost."""
@@ -417,6 +432,9 @@ class NvrxSaver:
         atexit.unregister(self._exit)
         with self._using:
             writer, self._writer = self._writer, None
+            spare, self._spare = self._spare, None
+            if spare is not None:
+                spare.kill()
             if writer is not None:
                 writer.close()
         self._background.close()

@@ -55,6 +55,17 @@ class Adopt:
         _warming.start()
 
 
+@dataclass(frozen=True)
+class OpenDevice:
+    """Called in the process's main thread before it is sent device tensors: a CUDA context on the trainer's device."""
+
+    index: int
+
+    def __call__(self) -> None:
+        torch.cuda.set_device(self.index)  # NVRx waits for the copies of the device that is current
+        torch.empty(1, device="cuda")
+
+
 def _answer(channel: Connection) -> None:
     """Answer each question, until the trainer's end of the pipe is closed, however that happens.
 

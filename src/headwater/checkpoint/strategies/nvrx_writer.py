@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from headwater.checkpoint.strategies.nvrx_agent import Adopt, StageOnce, WriteAndProve
+from headwater.checkpoint.strategies.nvrx_agent import Adopt, OpenDevice, StageOnce, WriteAndProve
 from headwater.checkpoint.strategies.nvrx_items import Items
 from headwater.errors import HeadwaterError, UserError, require_extra
 
@@ -85,8 +85,8 @@ class Library:
         if not self.persistent:
             return self._core.TemporalAsyncCaller()
         known = inspect.signature(self._core.PersistentAsyncCaller.__init__).parameters
-        # Without a device its process cannot begin otherwise.
-        wanted = {"is_daemon": True, "cpu_shm_mode": self.cpu_shm or not torch.cuda.is_available()}
+        # So that its process begins without a CUDA context; see OpenDevice.
+        wanted = {"is_daemon": True, "cpu_shm_mode": True}
         return self._core.PersistentAsyncCaller(**{key: value for key, value in wanted.items() if key in known})
 
     def request(self, call: int, folder: Path, items: Items) -> Any:
@@ -125,6 +125,13 @@ class Library:
         """The first request that its process gets."""
         return self._core.AsyncRequest(Adopt(channel), (), [], {}, None, call_idx=-1)
 
+    def device_opening(self) -> Any:
+        """The request behind which it may be sent device tensors; None where it never is."""
+        if self.cpu_shm or not torch.cuda.is_available():
+            return None
+        opening = OpenDevice(torch.cuda.current_device())
+        return self._core.AsyncRequest(opening, (), [], {}, None, call_idx=-2)
+
     def forget(self) -> None:
         """Drop what the trainer's side remembers of tensors that were sent."""
         clean_up = getattr(self._files.FileSystemWriterAsync, "cleanup_tensor_caches", None)
@@ -137,7 +144,8 @@ class Library:
 class Writer:
     """One process of NVRx. rank: of the trainer. silence_s: how long it may leave a question unanswered.
 
-    The process starts at once; `stage` waits until it is there. Methods may be called from several threads.
+    The process starts at once; `stage` waits until it is there, and until then it has no CUDA context. Methods may be
+    called from several threads.
     """
 
     def __init__(self, library: Library, rank: int, silence_s: float) -> None:
@@ -148,7 +156,7 @@ class Writer:
         self._channel: Connection | None = None
         self._asking = threading.Lock()
         self._asked = time.monotonic()
-        self._adopted = self._killed = False
+        self._adopted = self._opened = self._killed = False
         self.holds_device_memory = False
         self._process: Any = None
         if library.persistent:
@@ -166,24 +174,39 @@ class Writer:
         self._process = self._caller.process
         self._theirs = theirs  # until the process has it
 
-    def wait_started(self) -> None:
-        """Return when it answers. Raises WriterLostError."""
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process is there, as far as is known."""
+        return self._process is not None and self._process.is_alive()
+
+    def wait_ready(self) -> None:
+        """Return when it can be given a save. Raises WriterLostError."""
         with self._asking:
-            if self._adopted or self._channel is None:
+            if self._opened or self._channel is None:
                 return
-            self._expect("adopted", _START_S)
-            self._theirs.close()
-            deadline = time.monotonic() + _START_S
-            while not self._caller.is_current_async_call_done(no_dist=True):
-                self._require_alive()
-                if time.monotonic() > deadline:
-                    raise self._lost(f"did not start within {_START_S:g} s")
-                time.sleep(_POLL_S)
-            self._adopted = True
+            if not self._adopted:
+                self._expect("adopted", _START_S)
+                self._theirs.close()
+                self._wait_for_call()
+                self._adopted = True
+            opening = self._library.device_opening()
+            if opening is not None:
+                self._caller.schedule_async_call(opening)
+                self._wait_for_call()
+            self._opened = True
+
+    def _wait_for_call(self) -> None:
+        """Until a call that stages nothing is done."""
+        deadline = time.monotonic() + _START_S
+        while not self._caller.is_current_async_call_done(no_dist=True):
+            self._require_alive()
+            if time.monotonic() > deadline:
+                raise self._lost(f"did not start within {_START_S:g} s")
+            time.sleep(_POLL_S)
 
     def stage(self, request: Any) -> None:
         """Hand a save over, and return when its tensors may change. Raises WriterLostError."""
-        self.wait_started()
+        self.wait_ready()
         if self._library.persistent:
             self._require_alive()  # NVRx would start one of its own where it was closed behind our back
         self.holds_device_memory = not self._library.cpu_shm

@@ -1,0 +1,75 @@
+"""Another process of NVRx stands by, as it does where a device makes the start of one slow."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nvrx_saves import MakeManager, Tensors, restarts, same, save, save_and_go_on, stored, wait_gone
+from process_tree import wait_until
+
+from headwater.checkpoint.manager import CheckpointManager
+
+pytest.importorskip("nvidia_resiliency_ext", reason="needs the extra nvrx, which make test-slow installs")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
+
+
+@pytest.fixture
+def manager(make: MakeManager, tensors: Tensors) -> CheckpointManager:
+    """With a spare process and a save behind it."""
+    made = make()
+    saver_of(made)._keeps_spare = True
+    made.prepare({"policy": 1}, False, None)
+    save(made, 1, tensors)
+    made.wait_committed(60)
+    return made
+
+
+def saver_of(manager: CheckpointManager) -> Any:
+    return manager._saver
+
+
+def spare_pid(manager: CheckpointManager) -> int:
+    wait_until(lambda: saver_of(manager)._spare is not None, "another process stands by")
+    pid = saver_of(manager)._spare.pid
+    assert pid is not None
+    return pid
+
+
+def test_it_takes_the_place_of_one_that_is_lost_and_another_one_stands_by(
+    manager: CheckpointManager, root: Path, tensors: Tensors
+):
+    spare, lost = spare_pid(manager), manager.writer_pid
+    assert lost is not None
+    assert lost != spare
+    os.kill(lost, signal.SIGKILL)
+    tensors["a"].add_(1)
+    live = save_and_go_on(manager, 2, tensors)
+    manager.wait_committed(60)
+    assert manager.writer_pid == spare
+    assert same(stored(root, 2), live)
+    assert restarts(manager) == 1
+    assert spare_pid(manager) not in (spare, lost)
+
+
+def test_one_that_has_ended_is_not_taken(manager: CheckpointManager, root: Path, tensors: Tensors):
+    spare, lost = spare_pid(manager), manager.writer_pid
+    assert lost is not None
+    os.kill(spare, signal.SIGKILL)
+    wait_until(lambda: not saver_of(manager)._spare.is_alive, "the spare one has ended")
+    os.kill(lost, signal.SIGKILL)
+    live = save_and_go_on(manager, 2, tensors)
+    manager.wait_committed(60)
+    assert manager.writer_pid not in (spare, lost)
+    assert same(stored(root, 2), live)
+    assert restarts(manager) == 1
+
+
+def test_it_ends_with_the_manager(manager: CheckpointManager):
+    assert manager.writer_pid is not None
+    pids = [spare_pid(manager), manager.writer_pid]
+    manager.close()
+    wait_gone(pids)
