@@ -123,7 +123,7 @@ def test_too_little_shared_memory_is_said_before_it_is_touched(
     monkeypatch.setattr(nvrx_items, "_SHARED_MEMORY", str(root.parent))
     monkeypatch.setattr(manager, "require_space", lambda needed: None)
     filler = fill(root.parent, spare=2 * MB)
-    with pytest.raises(UserError, match=r"4\.2 MB of host memory through .*, where 2\.1 MB is free: enlarge it"):
+    with pytest.raises(UserError, match=r"8\.4 MB of host memory through .*, where 2\.1 MB is free: enlarge it"):
         save(manager, 1, tensors(1))
     filler.unlink()
     save(manager, 2, tensors(2))

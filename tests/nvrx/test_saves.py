@@ -222,7 +222,7 @@ REPORTS = [
 def test_a_report_that_is_not_of_the_live_tensors_is_refused(
     make: MakeManager, root: Path, tensors: Tensors, monkeypatch: pytest.MonkeyPatch
 ):
-    manager, real = make(), nvrx_module._read_report
+    manager, real = make(), nvrx_module.read_report
     save(manager, 1, tensors)
     manager.wait_committed(60)
     for forge, said in REPORTS:
@@ -233,7 +233,7 @@ def test_a_report_that_is_not_of_the_live_tensors_is_refused(
             return found
 
         with monkeypatch.context() as patch:
-            patch.setattr(nvrx_module, "_read_report", forged)
+            patch.setattr(nvrx_module, "read_report", forged)
             save(manager, 2, tensors)
             assert said in str(failure(manager))
         assert entries(root) == [".lock", ".nvrx", "step_000001"]

@@ -168,7 +168,7 @@ def saver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NvrxSaver
 def save(saver: NvrxSaver, monkeypatch: pytest.MonkeyPatch, identity: Any, names: str = "ab") -> list[str]:
     """What the writer was asked for, where the tensors lie in this memory."""
     items = Items({(name, (0,)): torch.ones(1) for name in names}, [], identity)
-    monkeypatch.setattr(nvrx_module, "make_items", lambda chunks: items)
+    monkeypatch.setattr(nvrx_module, "make_items", lambda chunks, **_: items)
     del FakeWriter.calls[:]
     saver.save(saver.new_save(1), SaveOrder(1, {"policy": list[Chunk]()}, {}, "", 0, "", 0, False), [], False)
     saver.wait_committed(10)

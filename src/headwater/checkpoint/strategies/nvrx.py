@@ -10,36 +10,32 @@ of what a configuration says. Where nothing has moved, the process and its handl
 from __future__ import annotations
 
 import atexit
-import json
 import logging
 import secrets
 import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from headwater.checkpoint.background import Background, Job
-from headwater.checkpoint.chunk import Chunk
 from headwater.checkpoint.collector import collector_running
-from headwater.checkpoint.digest import digest_all, warm_up_device
-from headwater.checkpoint.dtypes import dtype_name
+from headwater.checkpoint.digest import warm_up_device
 from headwater.checkpoint.fence import Fence
-from headwater.checkpoint.manifest import ChunkEntry
 from headwater.checkpoint.ranks import NVRX_FOLDER, SAVE_ID_DIGITS, Ranks
 from headwater.checkpoint.save_order import SaveOrder, SaveResult
 from headwater.checkpoint.strategies.joint_commit import JointCommit, Written
-from headwater.checkpoint.strategies.nvrx_agent import REPORT_NAME, ItemKey
-from headwater.checkpoint.strategies.nvrx_items import Identity, Items, Place, make_items
+from headwater.checkpoint.strategies.nvrx_agent import ItemKey
+from headwater.checkpoint.strategies.nvrx_items import Identity, Items, make_items
+from headwater.checkpoint.strategies.nvrx_save import Reading, Save, parts_of, proven, read_report
 from headwater.checkpoint.strategies.nvrx_writer import Library, Writer, WriterLostError
 from headwater.checkpoint.votes import error_of, refusal_of
-from headwater.checkpoint.write_request import difference_text
 from headwater.errors import HeadwaterError
 
 FOLDER_NAME = ".nvrx"
@@ -47,59 +43,6 @@ _MAX_ATTEMPTS = 3
 _BUSY_TIMEOUT_S = 3600.0
 _LONGEST_POLL_S = 0.1
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Part:
-    """What a manifest says of a chunk but where it lies, and its live digest."""
-
-    component: str
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    global_shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    digest: int
-
-    def entry(self, file: str, begin: int, end: int) -> ChunkEntry:
-        """At its place in a file."""
-        return ChunkEntry(file=file, begin=begin, end=end, **vars(self))
-
-
-class _Reading:
-    """Whether a save may be read from live tensors again. Its fence waits while it is, and then it may no more."""
-
-    def __init__(self, items: Items) -> None:
-        self.lock = threading.Lock()
-        self.passed = False
-        self._items = items
-
-    def wait(self, timeout: float) -> None:
-        if not self.lock.acquire(timeout=timeout):
-            raise HeadwaterError(f"a save that NVRx's writer lost is not staged again after {timeout:g} s")
-        self.passed = True
-        self._items.drop_live()  # memory that is freed now must really be free
-        self.lock.release()
-
-
-@dataclass
-class _Save:
-    """One save until it has ended. folder: of the latest attempt, which nobody else sees."""
-
-    token: str
-    order: SaveOrder
-    parts: list[_Part]
-    items: Items
-    reading: _Reading
-    attempts: int = 0
-    folder: Path = Path()
-    started: float = field(default_factory=time.perf_counter)
-    staged_at: float = 0.0
-
-    @property
-    def is_live(self) -> bool:
-        """Whether it has tensors that training may change."""
-        return bool(self.items.identity)
 
 
 class NvrxSaver:
@@ -131,7 +74,7 @@ class NvrxSaver:
         self._calls = 0
         self._changed = threading.Condition()
         self._pending: dict[str, int] = {}
-        self._writing: _Save | None = None
+        self._writing: Save | None = None
         self._busy_s = 0.0
         self._background = Background("headwater-nvrx")
         self._removed = self._closed = False
@@ -193,10 +136,10 @@ class NvrxSaver:
         if not self._wait_for_room(order.step, skip_when_busy):
             self.skipped += 1
             return False
-        parts = _parts(order.chunks)
-        items = make_items(order.chunks)
+        parts = parts_of(order.chunks)
+        items = make_items(order.chunks, device_through_host=self._library.cpu_shm)
         _wait_for_devices(items)
-        made = _Save(save, replace(order, chunks={}, watch=None), parts, items, _Reading(items))
+        made = Save(save, replace(order, chunks={}, watch=None), parts, items, Reading(items))
         with self._changed:
             self._pending[save] = order.step
             self._writing = made
@@ -225,7 +168,7 @@ class NvrxSaver:
             )
         return free
 
-    def _stage(self, save: _Save) -> None:
+    def _stage(self, save: Save) -> None:
         """Hand it to NVRx's process, to another one where that is lost."""
         while True:
             save.attempts += 1
@@ -255,7 +198,7 @@ class NvrxSaver:
             writer.let_go()
         self._sent, self._structure = items.identity, set(items.tensors)
 
-    def _lost(self, save: _Save, error: WriterLostError) -> None:
+    def _lost(self, save: Save, error: WriterLostError) -> None:
         """Make ready for another try, or raise HeadwaterError."""
         shutil.rmtree(save.folder, ignore_errors=True)
         self._replace()
@@ -308,7 +251,7 @@ class NvrxSaver:
         """Never let go of anything, to show that the proof of a commit sees what then goes wrong."""
         self._removed = True
 
-    def _finish(self, save: _Save) -> None:
+    def _finish(self, save: Save) -> None:
         """In the background: wait for NVRx, prove, commit."""
         result = SaveResult(save.order.step, save.order.saved_at_ns)
         result.measured["stage_s"] = save.staged_at - save.started
@@ -318,7 +261,7 @@ class NvrxSaver:
             try:
                 report = self._written(save)
                 result.measured["write_s"] = time.perf_counter() - save.staged_at
-                chunks, files = _proven(save, report)
+                chunks, files = proven(save, report)
             except Exception as error:
                 ends.refuse(error)
                 raise
@@ -342,12 +285,12 @@ class NvrxSaver:
     def _end_of(self, token: str, order: SaveOrder) -> JointCommit:
         return JointCommit(self._root, self._ranks, self._vote_timeout_s, token, order)
 
-    def _written(self, save: _Save) -> dict[str, Any]:
+    def _written(self, save: Save) -> dict[str, Any]:
         """Wait until NVRx has written it; its report. Where its process is lost, the save is staged again if it can."""
         while True:
             try:
                 self._wait_written(save)
-                return _read_report(save.folder)
+                return read_report(save.folder)
             except WriterLostError as error:
                 with save.reading.lock:
                     if save.is_live and save.reading.passed:
@@ -359,7 +302,7 @@ class NvrxSaver:
                     self._lost(save, error)
                     self._stage(save)
 
-    def _wait_written(self, save: _Save) -> None:
+    def _wait_written(self, save: Save) -> None:
         pause = 0.005
         while True:
             with self._using:
@@ -370,7 +313,7 @@ class NvrxSaver:
             time.sleep(pause)
             pause = min(1.5 * pause, _LONGEST_POLL_S)
 
-    def _end(self, save: _Save, result: SaveResult | None) -> None:
+    def _end(self, save: Save, result: SaveResult | None) -> None:
         """result: None where whoever called `save` is told."""
         save.items.drop()
         with self._changed:
@@ -454,52 +397,7 @@ def _clear(root: Path, ranks: Ranks) -> None:
         (root / FOLDER_NAME).rmdir()
 
 
-def _parts(chunks: Mapping[str, Sequence[Chunk]]) -> list[_Part]:
-    """With the digests of the live tensors, before anyone has copied them."""
-    flat = [(component, chunk) for component, parts in chunks.items() for chunk in parts]
-    live = digest_all([chunk.tensor for _, chunk in flat])
-    return [
-        _Part(c, k.name, dtype_name(k.tensor.dtype), tuple(k.tensor.shape), k.global_shape, k.offset, digest)
-        for (c, k), digest in zip(flat, live, strict=True)
-    ]
-
-
 def _wait_for_devices(items: Items) -> None:
     """What was asked of them so far is what the save holds; another process does not wait for it."""
     for device in {tensor.device for tensor in items.tensors.values() if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
-
-
-def _read_report(folder: Path) -> dict[str, Any]:
-    try:
-        report = json.loads((folder / REPORT_NAME).read_bytes())
-    except FileNotFoundError:
-        raise WriterLostError("NVRx's writer process ended without a word") from None
-    if report.get("errno") is not None:
-        raise OSError(report["errno"], report["error"])
-    if "error" in report:
-        raise HeadwaterError(f"NVRx could not write the checkpoint: {report['error']}")
-    return report
-
-
-def _proven(save: _Save, report: dict[str, Any]) -> tuple[list[ChunkEntry], dict[str, tuple[int, int]]]:
-    """Entries of all chunks; size and checksum of each file by its name. Raises HeadwaterError where one differs."""
-    told = Counter({(name, tuple(offset)): len(digests) for name, offset, _, _, digests in report["items"]})
-    if +told != Counter(place.item for place in save.items.places):
-        raise HeadwaterError(f"saving step {save.order.step} failed: NVRx tells of other tensors than it was given")
-    found = {
-        (name, tuple(offset)): (path, begin, iter(digests)) for name, offset, path, begin, digests in report["items"]
-    }
-    entries, differing = [], []
-    for part, place in zip(save.parts, save.items.places, strict=True):
-        path, begin, digests = found[place.item]
-        if next(digests) != part.digest:
-            differing.append(f"{part.component} {part.name}")
-        entries.append(_entry(part, place, path, begin))
-    if differing:
-        raise HeadwaterError(difference_text(Path(f"of step {save.order.step}"), differing))
-    return entries, {path: (size, checksum) for path, size, checksum in report["files"]}
-
-
-def _entry(part: _Part, place: Place, path: str, begin: int) -> ChunkEntry:
-    return part.entry(f"{NVRX_FOLDER}/{path}", begin + place.begin, begin + place.end)

@@ -24,6 +24,7 @@ from headwater.errors import UserError
 
 _BLOCK_BYTES = 256 << 20
 _ALIGNMENT = 16
+_COPIES = 2  # a block, and the one that some versions of NVRx make of it
 _SHARED_MEMORY = "/dev/shm"
 Identity = tuple[tuple[Any, ...], ...]
 
@@ -73,8 +74,9 @@ class Items:
         return found
 
 
-def make_items(chunks: Mapping[str, Sequence[Chunk]]) -> Items:
-    """Copies what is on the host. chunks: of each component, whose digests are taken already.
+def make_items(chunks: Mapping[str, Sequence[Chunk]], *, device_through_host: bool = False) -> Items:
+    """Copies what is on the host. chunks: of each component, whose digests are taken already. device_through_host:
+    whether NVRx will copy what is on a device into shared memory too.
 
     Raises as `snapshot` does for what cannot be saved, and UserError where shared memory is short.
     """
@@ -93,6 +95,10 @@ def make_items(chunks: Mapping[str, Sequence[Chunk]]) -> Items:
                 on_host.append((len(items.places), chunk))
                 items.places.append(Place(("", ()), 0, 0))
     items.identity = tuple(identity)
+    on_device = sum(tensor.nbytes for tensor in items.tensors.values())
+    _require_shared_memory(
+        _COPIES * sum(chunk.tensor.nbytes for _, chunk in on_host) + (on_device if device_through_host else 0)
+    )
     _copy_to_blocks(items, on_host)
     return items
 
@@ -116,7 +122,6 @@ def _copy_to_blocks(items: Items, chunks: Sequence[tuple[int, Chunk]]) -> None:
         blocks[-1].append((index, chunk, used))
         sizes[-1] = used + chunk.tensor.nbytes
         used = -(-sizes[-1] // _ALIGNMENT) * _ALIGNMENT
-    _require_shared_memory(sum(sizes))
     for number, (members, size) in enumerate(zip(blocks, sizes, strict=True)):
         if not members and items.tensors:
             continue  # NVRx is given something to write, also where there is no tensor at all
