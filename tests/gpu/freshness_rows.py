@@ -83,7 +83,7 @@ class Models:
 def _make_model(path: Path, megabytes: float) -> Path:
     parameters = megabytes * 1e6 / BYTES_PER_PARAMETER
     hidden = 32
-    while hidden < 2048 and 2 * hidden * VOCABULARY <= parameters / 4:
+    while hidden < 2048 and 2 * hidden * VOCABULARY <= parameters / 2:
         hidden *= 2
     heads = hidden // 16 if hidden < 1024 else hidden // 64
     of_layer = 3 * hidden**2 + 9 * hidden**2  # attention with half as many keys; an MLP three times as wide
