@@ -204,7 +204,7 @@ def test_six_saves_around_moves_keep_no_memory_and_are_fresh(shm: bool, make: Ca
     if shm and not hasattr(_files(), "_shm_tensor_cache"):
         pytest.skip("this NVRx has no shared-memory mode")
     training = make(async_ckpt_use_cpu_shm=True) if shm else make()
-    training.saver._running().wait_ready()
+    training.saver._running().wait_ready(0)
     before, pid = training.move(), training.manager.writer_pid
     for _ in range(6):
         training.step()

@@ -123,8 +123,8 @@ def test_an_interrupt_while_a_save_is_staged_leaves_nothing_of_it(
     writer = writer_of(manager)
     real = nvrx_writer.Writer.stage
 
-    def stage(self: Any, request: Any) -> None:
-        real(self, request)
+    def stage(self: Any, request: Any, device: Any) -> None:
+        real(self, request, device)
         wait_until(lambda: any(root.glob(".nvrx/*/report.json")), "NVRx has written it")
         raise error
 

@@ -123,12 +123,12 @@ def test_three_losses_in_a_row_are_one_error_and_the_next_save_works(
     writer_of(manager)
     real, killed = nvrx_writer.Writer.stage, list[int | None]()
 
-    def stage(self: nvrx_writer.Writer, request: Any) -> None:
-        self.wait_ready()
+    def stage(self: nvrx_writer.Writer, request: Any, device: Any) -> None:
+        self.wait_ready(device)
         killed.append(self.pid)
         assert self.pid is not None
         os.kill(self.pid, signal.SIGKILL)
-        real(self, request)
+        real(self, request, device)
 
     with monkeypatch.context() as patch:
         patch.setattr(nvrx_writer.Writer, "stage", stage)
@@ -243,6 +243,26 @@ def test_nvrx_closed_behind_our_back_is_a_loss_like_any(
     mine = tree(os.getpid())
     names = [Path(f"/proc/{pid}/cmdline").read_text() for pid in mine[1:]]
     assert sum("spawn_main" in name and "resource_tracker" not in name for name in names) <= 1
+    live = save_and_go_on(manager, 2, tensors)
+    manager.wait_committed(60)
+    assert same(stored(root, 2), live)
+
+
+def test_what_cannot_be_sent_is_an_error_and_the_next_save_works(
+    make: MakeManager, root: Path, tensors: Tensors, monkeypatch: pytest.MonkeyPatch
+):
+    """A queue drops what its thread cannot pickle, and NVRx waits for an answer that never comes."""
+    manager = make()
+    writer_of(manager)
+    real = nvrx_writer.Library.request
+
+    def request(self: nvrx_writer.Library, *arguments: Any) -> Any:
+        return real(self, *arguments)._replace(async_fn=lambda *_: None)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(nvrx_writer.Library, "request", request)
+        with pytest.raises(HeadwaterError, match=r"NVRx's writer process cannot be sent the tensors \(.*pickle.*\)"):
+            save(manager, 1, tensors)
     live = save_and_go_on(manager, 2, tensors)
     manager.wait_committed(60)
     assert same(stored(root, 2), live)

@@ -51,7 +51,8 @@ class Fence:
         passed = self.wait()
         started = time.perf_counter()
         while self._keepers and not self._removed:
-            self._keepers.pop().let_go()
+            self._keepers[-1].let_go()
+            self._keepers.pop()
         self._waited_s += time.perf_counter() - started
         return passed
 

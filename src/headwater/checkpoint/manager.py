@@ -73,6 +73,7 @@ class CheckpointManager:
         self._changing = threading.RLock()  # news, metrics and retention are touched by a strategy's threads too
         self._closed = False
         self._last_time = 0
+        self._newest: Path | None = None
         self._tokenizer_files = TokenizerFiles()
         self._config = config
         self._run_id = run_id
@@ -240,8 +241,8 @@ class CheckpointManager:
         Several ranks each give their own chunks; what else they give is not saved, except rank 0's.
         fences: of the engines that the chunks belong to. may_skip: whether `when_busy: skip` holds for this save.
         watch: made of the chunks' tensors when they held what is to be saved, where that was before this call.
-        Returns the new checkpoint's folder if it is committed already, which it is with `sync` unless the save failed
-        and `on_save_error` is continue; `take_news` tells of what comes later.
+        Returns the new checkpoint's folder if it is committed already, which it is with `sync` or without `async_save`
+        unless the save failed and `on_save_error` is continue; `take_news` tells of what comes later.
         Raises UserError when the file system refuses, HeadwaterError when what was written is not what the live
         tensors hold or `trainer_state` is not JSON; in each case nothing is left behind and the previous checkpoint
         stays the newest. What fails after the return is raised by a later call of `save`,
@@ -285,9 +286,6 @@ class CheckpointManager:
             else:
                 may_skip = may_skip and self._config.when_busy == "skip"
                 saved = self._saver.save(token, order, fences, skip_when_busy=may_skip)
-                if not self._config.async_save:
-                    with collector_running():
-                        self.wait_committed()
         except Exception as error:
             if self._saver is not None:
                 self._saver.refuse(token, step, str(error))
@@ -295,9 +293,14 @@ class CheckpointManager:
                 raise
             self._report(error)
             return None
+        waits = self._saver is not None and saved and not self._config.async_save
+        if waits:
+            with collector_running():
+                self.wait_committed()
+            folder = self._newest
         with self._changing:
             self._news.metrics["checkpoint/stall_s"] = time.perf_counter() - started
-            if self._saver is not None:
+            if self._saver is not None and not waits:
                 self._news.metrics["checkpoint/busy_wait_s"] = self._saver.take_busy_s()
                 text = "staged step {}, writing" if saved else "skipped the save of step {}: the writer is busy"
                 self._news.notes.append(text.format(step))
@@ -320,6 +323,7 @@ class CheckpointManager:
             written_s = result.measured.get("write_s", 0.0)
             self._news.notes.append(f"committed {result.folder} (written in {written_s:.1f} s)")
             assert result.folder is not None
+            self._newest = result.folder
             self._pruner.committed(result.folder, result.step, result.saved_at_ns)
 
     def _report(self, error: HeadwaterError) -> None:

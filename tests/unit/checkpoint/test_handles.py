@@ -127,10 +127,10 @@ class FakeWriter:
     def __init__(self, *_: Any) -> None:
         self.holds_device_memory = False
 
-    def wait_ready(self) -> None:
+    def wait_ready(self, device: Any = None) -> None:
         pass
 
-    def stage(self, request: str) -> None:
+    def stage(self, request: str, device: Any = None) -> None:
         self.calls.append(request)
         self.holds_device_memory = True
 
@@ -236,6 +236,6 @@ def test_a_process_that_ended_with_its_save_is_no_loss_at_the_next():
 
     writer = Writer(OneSaveLibrary(), 0, 1.0)  # pyright: ignore
     for _ in range(2):
-        writer.stage("request")
+        writer.stage("request", None)
         assert writer.is_done()
     writer.kill()

@@ -57,7 +57,7 @@ class JointCommit:
         then.
         """
         started = time.perf_counter()
-        request = self._request(written.chunks, None)
+        request = self._request(written, None)
         if self.ranks.world > 1:
             self._commit_with_others(request, written)
         else:
@@ -67,15 +67,15 @@ class JointCommit:
     def refuse(self, error: Exception) -> None:
         """Let the other ranks know that this one has nothing to commit."""
         if self.ranks.world > 1:
-            ballot = Ballot(self.folder, self._request((), str(error)), 1)
+            ballot = Ballot(self.folder, self._request(Written(self.root, {}, (), ""), str(error)), 1)
             try:
                 ballot.join()
             except (OSError, HeadwaterError):
                 return  # it is over
             ballot.give_up(refusal_of(error))
 
-    def _request(self, chunks: Sequence[ChunkEntry], refusal: str | None) -> WriteRequest:
-        order = self.order
+    def _request(self, written: Written, refusal: str | None) -> WriteRequest:
+        order, chunks = self.order, written.chunks
         return WriteRequest(
             save=self.token,
             rank=self.ranks.rank,
@@ -87,7 +87,7 @@ class JointCommit:
             readback=order.readback,
             structure=(encode_structure(chunks),),
             digests=tuple(chunk.digest for chunk in chunks),
-            images=(),
+            images=tuple((f"{written.into}/{name}", size) for name, (size, _) in written.files.items()),
             small=order.small_files,
             world=self.ranks.world,
             vote_timeout_s=self.vote_timeout_s,

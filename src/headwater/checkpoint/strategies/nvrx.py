@@ -66,11 +66,12 @@ class NvrxSaver:
         self._saves_of_step: Counter[int] = Counter()
         self._writer: Writer | None = None
         self._spare: Writer | None = None
+        self._device: int | None = None
         # With CUDA's libraries a process takes many seconds to start.
         self._keeps_spare = library.persistent and torch.cuda.is_available()
         self._using = threading.RLock()
         self._sent: Identity = ()
-        self._structure: set[ItemKey] = set()
+        self._structure: set[tuple[ItemKey, torch.Size, torch.dtype]] = set()
         self._calls = 0
         self._changed = threading.Condition()
         self._pending: dict[str, int] = {}
@@ -105,15 +106,16 @@ class NvrxSaver:
 
     def prepare(self, sizes: Mapping[str, int], pin: bool) -> None:
         """Start NVRx's process in the background, and have digests ready."""
-        self._background.submit(Job("starting NVRx's writer", self._start))
         if pin:
-            device = torch.device("cuda", torch.cuda.current_device())
+            self._device = torch.cuda.current_device()
+            device = torch.device("cuda", self._device)
             threading.Thread(target=warm_up_device, args=(device,), name="headwater-warm-up", daemon=True).start()
+        self._background.submit(Job("starting NVRx's writer", self._start))
 
     def _start(self) -> None:
         with self._using:
             try:
-                self._running().wait_ready()
+                self._running().wait_ready(self._device)
             except WriterLostError as error:  # a save tries again, and reports it
                 _log.warning("%s", error)
                 self._replace()
@@ -145,16 +147,16 @@ class NvrxSaver:
             self._writing = made
         try:
             self._stage(made)
+            for fence in fences:
+                fence.register(made.reading)
+                fence.keep_handles(self)
+            self._background.submit(Job(f"the save of step {order.step}", lambda: self._finish(made)))
         except Exception as error:
             self._end(made, None)
             raise self._told(error, order.step) from None
         except BaseException:
             self._end(made, None)
             raise
-        for fence in fences:
-            fence.register(made.reading)
-            fence.keep_handles(self)
-        self._background.submit(Job(f"the save of step {order.step}", lambda: self._finish(made)))
         return True
 
     def _wait_for_room(self, step: int, skip: bool) -> bool:
@@ -177,11 +179,11 @@ class NvrxSaver:
             try:
                 with self._using, collector_running():
                     writer = self._running()
-                    writer.wait_ready()
+                    writer.wait_ready(save.items.device)
                     self._forget_other_tensors(writer, save.items)
                     self._calls += 1
                     request = self._library.request(self._calls, save.folder, save.items)
-                    writer.stage(request)
+                    writer.stage(request, save.items.device)
                 save.staged_at = time.perf_counter()
                 return
             except WriterLostError as error:
@@ -194,9 +196,10 @@ class NvrxSaver:
     def _forget_other_tensors(self, writer: Writer, items: Items) -> None:
         """Handles to memory that is not that of these tensors any more, and copies in another structure."""
         moved = writer.holds_device_memory and self._sent != items.identity
-        if (moved or self._structure != items.tensors.keys()) and self._structure and not self._removed:
+        structure = {(key, tensor.shape, tensor.dtype) for key, tensor in items.tensors.items()}
+        if (moved or self._structure != structure) and self._structure and not self._removed:
             writer.let_go()
-        self._sent, self._structure = items.identity, set(items.tensors)
+        self._sent, self._structure = items.identity, structure
 
     def _lost(self, save: Save, error: WriterLostError) -> None:
         """Make ready for another try, or raise HeadwaterError."""
@@ -224,6 +227,8 @@ class NvrxSaver:
         with self._using:
             if self._keeps_spare and self._spare is None and not self._closed:
                 self._spare = Writer(self._library, self._ranks.rank, self._silence_s)
+                if self._closed:  # meanwhile
+                    self._spare.kill()
 
     def _replace(self) -> None:
         """Have the next save begin with another process."""
@@ -243,7 +248,7 @@ class NvrxSaver:
                 if self._writer is not None and self._writer.holds_device_memory:
                     self._writer.let_go()
                     self._structure = set()
-            except WriterLostError as error:  # with the process its handles are gone, which is what matters here
+            except WriterLostError as error:  # nobody has a handle any more; the next save has another process
                 _log.warning("%s", error)
                 self._replace()
 
@@ -367,7 +372,8 @@ class NvrxSaver:
         self._closed = True
         for writer in (self._writer, self._spare):
             if writer is not None:
-                writer.kill()
+                with suppress(Exception):  # the other one is to end all the same
+                    writer.kill()
 
     def close(self) -> None:
         """End NVRx's process; a save that has not ended is lost."""
@@ -391,7 +397,7 @@ def _clear(root: Path, ranks: Ranks) -> None:
     """
     for folder in (root / FOLDER_NAME).glob("*-*-*"):
         rank = folder.name.split("-")[1]
-        if rank == str(ranks.rank) or (ranks.rank == 0 and int(rank) >= ranks.world):
+        if rank == str(ranks.rank) or (ranks.rank == 0 and rank.isdecimal() and int(rank) >= ranks.world):
             shutil.rmtree(folder, ignore_errors=True)
     with suppress(OSError):  # not empty, or not there
         (root / FOLDER_NAME).rmdir()

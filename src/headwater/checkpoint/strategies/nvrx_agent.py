@@ -6,7 +6,6 @@ tells that it lives, and ends it with its trainer.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import mmap
@@ -39,6 +38,7 @@ def _warm_up() -> None:
     warm_up()
 
 
+_adopted = False  # as the process that serves all saves is
 _warming = threading.Thread(target=_warm_up, name="headwater-warm-up", daemon=True)
 
 
@@ -49,8 +49,9 @@ class Adopt:
         self._channel = channel
 
     def __call__(self) -> None:
-        with contextlib.suppress(OSError):
-            os.setpgid(0, 0)  # the processes that it forks to write end with it
+        global _adopted
+        _adopted = True
+        os.setpgid(0, 0)  # the processes that it forks to write end with it
         threading.Thread(target=_answer, args=(self._channel,), name="headwater-agent", daemon=True).start()
         _warming.start()
 
@@ -85,7 +86,16 @@ def _answer(channel: Connection) -> None:
             channel.send(question)
     except (EOFError, OSError):
         pass
-    os.killpg(0, signal.SIGKILL)
+    finally:  # a process that answers nobody any more would outlive its trainer
+        os.killpg(0, signal.SIGKILL)
+
+
+def _end_with_trainer() -> None:
+    """Of a process that was forked for one save."""
+    trainer = process.parent_process()
+    if trainer is not None:
+        trainer.join()
+        os._exit(1)
 
 
 def _let_go() -> None:
@@ -127,6 +137,8 @@ class WriteAndProve:
     parts: Mapping[ItemKey, Sequence[tuple[int, int]]]
 
     def __call__(self, rank: int, staged: Any, _results: Any) -> None:
+        if not _adopted:
+            threading.Thread(target=_end_with_trainer, daemon=True).start()
         if _warming.is_alive():
             _warming.join()  # NVRx may fork to write, and a fork keeps the locks that another thread holds
         results = _Results()

@@ -49,6 +49,11 @@ class Items:
     places: list[Place] = field(default_factory=list)
     identity: Identity = ()
 
+    @property
+    def device(self) -> int | None:
+        """Index of the CUDA device of the live tensors, None where there is none."""
+        return next((tensor.device.index for tensor in self.tensors.values() if tensor.is_cuda), None)
+
     def drop_live(self) -> None:
         """Let go of the tensors of training."""
         self.tensors = {key: tensor for key, tensor in self.tensors.items() if not tensor.is_cuda}

@@ -30,6 +30,7 @@ from headwater.errors import HeadwaterError, UserError, require_extra
 
 _log = logging.getLogger(__name__)
 _START_S = 120.0
+_SAVE_S = 3600.0
 _LET_GO_S = 5.0
 _CLOSE_S = 10.0
 _DEATH_S = 5.0
@@ -125,12 +126,9 @@ class Library:
         """The first request that its process gets."""
         return self._core.AsyncRequest(Adopt(channel), (), [], {}, None, call_idx=-1)
 
-    def device_opening(self) -> Any:
-        """The request behind which it may be sent device tensors; None where it never is."""
-        if self.cpu_shm or not torch.cuda.is_available():
-            return None
-        opening = OpenDevice(torch.cuda.current_device())
-        return self._core.AsyncRequest(opening, (), [], {}, None, call_idx=-2)
+    def device_opening(self, device: int) -> Any:
+        """The request behind which it may be sent tensors of that CUDA device."""
+        return self._core.AsyncRequest(OpenDevice(device), (), [], {}, None, call_idx=-2)
 
     def forget(self) -> None:
         """Drop what the trainer's side remembers of tensors that were sent."""
@@ -153,11 +151,15 @@ class Writer:
         self._silence_s = silence_s
         self._caller = library.new_caller()
         self._caller.rank = rank
+        self._unsent: Exception | None = None
+        if library.persistent:  # or what cannot be sent is dropped, and nobody answers
+            self._caller.queue._on_queue_feeder_error = self._not_sent
         self._channel: Connection | None = None
         self._asking = threading.Lock()
         self._asked = time.monotonic()
         self._adopted = self._opened = self._killed = False
         self.holds_device_memory = False
+        self._deadline = float("inf")
         self._process: Any = None
         if library.persistent:
             self._start()
@@ -179,21 +181,23 @@ class Writer:
         """Whether the process is there, as far as is known."""
         return self._process is not None and self._process.is_alive()
 
-    def wait_ready(self) -> None:
-        """Return when it can be given a save. Raises WriterLostError."""
+    def _not_sent(self, error: Exception, _request: object) -> None:
+        self._unsent = error
+
+    def wait_ready(self, device: int | None) -> None:
+        """Return when it can be given a save. device: CUDA device of its tensors. Raises WriterLostError."""
         with self._asking:
-            if self._opened or self._channel is None:
+            if self._channel is None:
                 return
             if not self._adopted:
                 self._expect("adopted", _START_S)
                 self._theirs.close()
                 self._wait_for_call()
                 self._adopted = True
-            opening = self._library.device_opening()
-            if opening is not None:
-                self._caller.schedule_async_call(opening)
+            if device is not None and not self._opened and not self._library.cpu_shm:
+                self._caller.schedule_async_call(self._library.device_opening(device))
                 self._wait_for_call()
-            self._opened = True
+                self._opened = True
 
     def _wait_for_call(self) -> None:
         """Until a call that stages nothing is done."""
@@ -204,21 +208,34 @@ class Writer:
                 raise self._lost(f"did not start within {_START_S:g} s")
             time.sleep(_POLL_S)
 
-    def stage(self, request: Any) -> None:
-        """Hand a save over, and return when its tensors may change. Raises WriterLostError."""
-        self.wait_ready()
+    def stage(self, request: Any, device: int | None) -> None:
+        """Hand a save over, and return when its tensors may change. device: as for `wait_ready`.
+
+        Raises WriterLostError, and HeadwaterError for what cannot be sent to it.
+        """
+        self.wait_ready(device)
         if self._library.persistent:
             self._require_alive()  # NVRx would start one of its own where it was closed behind our back
         self.holds_device_memory = not self._library.cpu_shm
-        call = _Call(lambda: self._caller.schedule_async_call(request))
+        self._deadline = time.monotonic() + _SAVE_S
+        call = _Call(lambda: self._schedule(request, device))
         while not call.done.wait(_POLL_S):
             self._check()
+            if self._unsent is not None:
+                error = self._unsent
+                self.kill()
+                raise HeadwaterError(f"NVRx's writer process cannot be sent the tensors ({error})")
         if self._library.persistent:
             self._require_alive()  # also of one whose queues were given up, which ends the call
         else:
             self._process = self._caller.process
         if call.error is not None:
             raise call.error
+
+    def _schedule(self, request: Any, device: int | None) -> None:
+        if device is not None:
+            torch.cuda.set_device(device)  # a thread begins on the first one
+        self._caller.schedule_async_call(request)
 
     def is_done(self) -> bool:
         """Whether what was staged last is written. Raises WriterLostError."""
@@ -230,6 +247,8 @@ class Writer:
         done = self._caller.is_current_async_call_done(no_dist=True)
         if done:
             self._process = None  # that it has ended is no loss
+        else:
+            self._require_in_time()
         return done
 
     def let_go(self) -> None:
@@ -242,6 +261,7 @@ class Writer:
     def _check(self) -> None:
         """See that it lives; now and then also that it answers."""
         self._require_alive()
+        self._require_in_time()
         if self._channel is not None and time.monotonic() - self._asked > _QUESTION_EVERY_S:
             self._ask("alive", self._silence_s)
 
@@ -253,6 +273,10 @@ class Writer:
             unready = " before it was ready" if self._channel is not None and not self._adopted else ""
             guard = '; it imports the main script, which may train only under if __name__ == "__main__"'
             raise self._lost(f"ended with exit code {process.exitcode}{unready and unready + guard}")
+
+    def _require_in_time(self) -> None:
+        if time.monotonic() > self._deadline:
+            raise self._lost(f"has not written a save for {_SAVE_S:g} s")
 
     def _ask(self, question: str, timeout: float) -> None:
         with self._asking:
@@ -318,7 +342,8 @@ def _give_up(queue: Any) -> None:
         queue.cancel_join_thread()
         queue.close()
     if hasattr(queue, "task_done"):
-        _Call(queue.task_done)  # frees a thread that joins it; it could itself wait for a lock of the dead
+        with suppress(RuntimeError):  # at the end of a program there is no thread any more, nor one that joins
+            _Call(queue.task_done)  # frees a thread that joins it; it could itself wait for a lock of the dead
 
 
 class _Call:
