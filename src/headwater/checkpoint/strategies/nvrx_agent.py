@@ -25,6 +25,7 @@ import torch
 from headwater.checkpoint.byte_digest import digest_many, warm_up
 from headwater.checkpoint.foreign.archive import storage_range
 
+PACKAGE = "nvidia_resiliency_ext.checkpointing.async_ckpt"
 REPORT_NAME = "report.json"
 _PROBE_BYTES = 1 << 16
 _LOOK_EVERY_S = 0.5
@@ -34,7 +35,7 @@ ItemKey = tuple[str, tuple[int, ...]]
 
 def _warm_up() -> None:
     """What a first save would wait for: with torch's part of it, seconds."""
-    importlib.import_module("nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async")
+    importlib.import_module(f"{PACKAGE}.filesystem_async")
     warm_up()
 
 
@@ -100,9 +101,8 @@ def _end_with_trainer() -> None:
 
 def _let_go() -> None:
     """Close every handle to the trainer's device memory that is kept between saves."""
-    from nvidia_resiliency_ext.checkpointing.async_ckpt.core import PersistentAsyncCaller
-
-    clean_up = getattr(PersistentAsyncCaller, "cleanup_worker_data_cache", None)  # of versions that have a cache
+    caller = importlib.import_module(f"{PACKAGE}.core").PersistentAsyncCaller
+    clean_up = getattr(caller, "cleanup_worker_data_cache", None)  # of versions that have a cache
     if clean_up is not None:
         clean_up()
     if torch.cuda.is_available() and torch.cuda.is_initialized():

@@ -7,6 +7,7 @@ dropped.
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import inspect
 import logging
@@ -24,7 +25,7 @@ from typing import Any
 
 import torch
 
-from headwater.checkpoint.strategies.nvrx_agent import Adopt, OpenDevice, StageOnce, WriteAndProve
+from headwater.checkpoint.strategies.nvrx_agent import PACKAGE, Adopt, OpenDevice, StageOnce, WriteAndProve
 from headwater.checkpoint.strategies.nvrx_items import Items
 from headwater.errors import HeadwaterError, UserError, require_extra
 
@@ -53,16 +54,16 @@ class Library:
 
     def __init__(self, *, constant_structure: bool, cpu_shm: bool, persistent: bool) -> None:
         try:
-            from nvidia_resiliency_ext.checkpointing.async_ckpt import core, filesystem_async
+            core, files = (importlib.import_module(f"{PACKAGE}.{name}") for name in ("core", "filesystem_async"))
         except ImportError as error:
             if (error.name or "").startswith("nvidia_resiliency_ext"):
                 raise require_extra("nvrx", "nvidia-resiliency-ext") from None
             raise
         self.version = importlib.metadata.version("nvidia-resiliency-ext")
         self._core: Any = core
-        self._files: Any = filesystem_async
+        self._files: Any = files
         self.cpu_shm, self.persistent = cpu_shm, persistent
-        writer = inspect.signature(filesystem_async.FileSystemWriterAsync.__init__).parameters
+        writer = inspect.signature(self._files.FileSystemWriterAsync.__init__).parameters
         if cpu_shm and "use_cpu_shm_for_gpu_tensors" not in writer:
             raise UserError(
                 f"checkpointing.async_ckpt_use_cpu_shm: nvidia-resiliency-ext {self.version} cannot; install 0.6 or "
