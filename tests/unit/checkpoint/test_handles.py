@@ -15,6 +15,7 @@ from headwater.checkpoint.fence import Fence
 from headwater.checkpoint.ranks import Ranks, is_file_of
 from headwater.checkpoint.save_order import SaveOrder
 from headwater.checkpoint.strategies import nvrx as nvrx_module
+from headwater.checkpoint.strategies import nvrx_save
 from headwater.checkpoint.strategies.nvrx import NvrxSaver
 from headwater.checkpoint.strategies.nvrx_items import Items
 from headwater.checkpoint.strategies.nvrx_writer import Writer
@@ -239,3 +240,14 @@ def test_a_process_that_ended_with_its_save_is_no_loss_at_the_next():
         writer.stage("request", None)
         assert writer.is_done()
     writer.kill()
+
+
+def test_a_tensor_without_storage_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch):
+    """What a digest reads of one is undefined, and may end the process."""
+    read = []
+    monkeypatch.setattr(nvrx_save, "digest_all", read.append)
+    freed = Chunk.whole("freed", torch.ones(4))
+    freed.tensor.untyped_storage().resize_(0)
+    with pytest.raises(HeadwaterError, match="chunk freed has no storage to save"):
+        nvrx_save.parts_of({"policy": [freed]})
+    assert read == []

@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from headwater.checkpoint.chunk import Chunk
 from headwater.checkpoint.preflight import size_text
-from headwater.checkpoint.snapshot import check_chunks
 from headwater.checkpoint.strategies.nvrx_agent import ItemKey
 from headwater.errors import UserError
 
@@ -80,15 +79,14 @@ class Items:
 
 
 def make_items(chunks: Mapping[str, Sequence[Chunk]], *, device_through_host: bool = False) -> Items:
-    """Copies what is on the host. chunks: of each component, whose digests are taken already. device_through_host:
+    """Copies what is on the host. chunks: of each component, checked, and their digests taken. device_through_host:
     whether NVRx will copy what is on a device into shared memory too.
 
-    Raises as `snapshot` does for what cannot be saved, and UserError where shared memory is short.
+    Raises UserError where shared memory is short.
     """
     items, on_host = Items(), list[tuple[int, Chunk]]()
     identity = []
     for component, parts in chunks.items():
-        check_chunks(parts)
         for chunk in parts:
             tensor = chunk.tensor.detach()
             if tensor.is_cuda and tensor.is_contiguous() and tensor.numel():

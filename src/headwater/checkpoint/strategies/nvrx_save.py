@@ -17,6 +17,7 @@ from headwater.checkpoint.dtypes import dtype_name
 from headwater.checkpoint.manifest import ChunkEntry
 from headwater.checkpoint.ranks import NVRX_FOLDER
 from headwater.checkpoint.save_order import SaveOrder
+from headwater.checkpoint.snapshot import check_chunks
 from headwater.checkpoint.strategies.nvrx_agent import REPORT_NAME
 from headwater.checkpoint.strategies.nvrx_items import Items
 from headwater.checkpoint.strategies.nvrx_writer import WriterLostError
@@ -78,7 +79,9 @@ class Save:
 
 
 def parts_of(chunks: Mapping[str, Sequence[Chunk]]) -> list[Part]:
-    """With the digests of the live tensors, before anyone has copied them."""
+    """With the digests of the live tensors, before anyone has copied them. Raises as `snapshot` does."""
+    for parts in chunks.values():
+        check_chunks(parts)
     flat = [(component, chunk) for component, parts in chunks.items() for chunk in parts]
     live = digest_all([chunk.tensor for _, chunk in flat])
     return [
