@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +25,7 @@ from headwater.checkpoint.plan import ComponentPlan, Planner
 from headwater.checkpoint.ranks import Ranks
 from headwater.checkpoint.save_order import SaveOrder, SaveResult
 from headwater.checkpoint.staging import Stager, Staging
+from headwater.checkpoint.strategies.pending import PendingSaves
 from headwater.checkpoint.supervisor import Job, Supervisor
 from headwater.checkpoint.write_request import WriteRequest
 from headwater.errors import HeadwaterError
@@ -56,14 +55,12 @@ class NativeSaver:
         self._done = done
         self._ranks = ranks
         self._vote_timeout_s = vote_timeout_s
-        self._saves_of_step: Counter[int] = Counter()
+        self._pending = PendingSaves(ranks)
         self._planner = Planner(ranks.rank)
         self._pool = BufferPool(root)
         self._stager = Stager()
         self._supervisor = Supervisor(silence_s, extra_fd=lock_fd)
         threading.Thread(target=warm_up, name="headwater-warm-up", daemon=True).start()
-        self._changed = threading.Condition()
-        self._pending: dict[str, int] = {}
         self._staging: list[Staging] = []
         self._busy_s = 0.0
         self.skipped = 0
@@ -102,12 +99,8 @@ class NativeSaver:
             threading.Thread(target=_warm_up, args=(device,), name="headwater-warm-up", daemon=True).start()
 
     def new_save(self, step: int) -> str:
-        """The token of a save that begins. Several ranks have the same one, so each has to call this at each save."""
-        if self._ranks.world == 1:
-            return secrets.token_hex(16)
-        time_of_step = self._saves_of_step[step]
-        self._saves_of_step[step] += 1
-        return self._ranks.save_token(step, time_of_step)
+        """See `Saver`."""
+        return self._pending.new_token(step)
 
     def save(self, save: str, order: SaveOrder, fences: Iterable[Fence], skip_when_busy: bool) -> bool:
         """Stage the save of that token; False where no buffer was free and that means to skip.
@@ -122,8 +115,7 @@ class NativeSaver:
             self.skipped += 1
             return False
         rest = replace(order, chunks={}, watch=None)  # what outlives staging holds no tensor
-        with self._changed:
-            self._pending[save] = order.step
+        self._pending.begin(save, order.step)
         try:
             staging = self._stager.stage(
                 f"step {order.step}",
@@ -135,7 +127,7 @@ class NativeSaver:
             )
         except BaseException:
             lease.release()
-            self._forget(save)
+            self._pending.end(save)
             raise
         self._staging = [other for other in self._staging if not other.done] + [staging]
         for fence in fences:
@@ -210,14 +202,13 @@ class NativeSaver:
     def refuse(self, save: str, step: int, text: str) -> None:
         """Let the other ranks know that this one does not save; their writers meet in the order of the saves."""
         if self._ranks.world > 1:
-            with self._changed:
-                self._pending[save] = step
+            self._pending.begin(save, step)
             self._stager.then(lambda: self._refuse(save, step, text))
 
     def _refuse(self, save: str, step: int, text: str) -> None:
         """In the staging thread. What the writer says of it is of no interest: the trainer knows."""
         if self._ranks.world == 1:
-            self._forget(save)
+            self._pending.end(save)
             return
         ranks, timeout = self._ranks, self._vote_timeout_s
         request = WriteRequest(
@@ -238,10 +229,10 @@ class NativeSaver:
         )
         try:
             fd = shared_file(self._root)
-            job = Job(self._root, request, fd, request.to_memfd(fd), None, (), lambda *_: self._forget(save))
+            job = Job(self._root, request, fd, request.to_memfd(fd), None, (), lambda *_: self._pending.end(save))
         except OSError as error:
             _log.warning("the other ranks cannot be told that this one does not save step %d: %s", step, error)
-            self._forget(save)
+            self._pending.end(save)
             return
         self._supervisor.submit(job)
 
@@ -251,12 +242,7 @@ class NativeSaver:
         except Exception:  # in a thread that other saves need
             _log.exception("what follows the save of step %s failed", result.step)
         finally:
-            self._forget(save)
-
-    def _forget(self, save: str) -> None:
-        with self._changed:
-            self._pending.pop(save, None)
-            self._changed.notify_all()
+            self._pending.end(save)
 
     def wait_staged(self, timeout: float) -> None:
         """Return when no live tensor is read any more. Raises HeadwaterError after `timeout` seconds."""
@@ -267,10 +253,7 @@ class NativeSaver:
 
     def wait_committed(self, timeout: float) -> None:
         """Return when every save so far has ended. Raises HeadwaterError after `timeout` seconds."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: not self._pending, timeout):
-                steps = ", ".join(map(str, sorted(self._pending.values())))
-                raise HeadwaterError(f"the checkpoint of step {steps} is not committed after {timeout:g} s")
+        self._pending.wait(timeout)
 
     def close(self) -> None:
         """End the threads and the writer; saves that have not ended are lost."""

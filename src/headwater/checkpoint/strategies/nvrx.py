@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import atexit
 import logging
-import secrets
 import shutil
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -35,6 +33,7 @@ from headwater.checkpoint.strategies.nvrx_agent import ItemKey
 from headwater.checkpoint.strategies.nvrx_items import Identity, Items, make_items
 from headwater.checkpoint.strategies.nvrx_save import Reading, Save, parts_of, proven, read_report
 from headwater.checkpoint.strategies.nvrx_writer import Library, Writer, WriterLostError
+from headwater.checkpoint.strategies.pending import PendingSaves
 from headwater.checkpoint.votes import error_of, refusal_of
 from headwater.errors import HeadwaterError
 
@@ -63,7 +62,7 @@ class NvrxSaver:
         self._done = done
         self._ranks = ranks
         self._vote_timeout_s = vote_timeout_s
-        self._saves_of_step: Counter[int] = Counter()
+        self._pending = PendingSaves(ranks)
         self._writer: Writer | None = None
         self._spare: Writer | None = None
         self._device: int | None = None
@@ -74,7 +73,6 @@ class NvrxSaver:
         self._structure: set[tuple[ItemKey, torch.Size, torch.dtype]] = set()
         self._calls = 0
         self._changed = threading.Condition()
-        self._pending: dict[str, int] = {}
         self._writing: Save | None = None
         self._busy_s = 0.0
         self._background = Background("headwater-nvrx")
@@ -122,12 +120,8 @@ class NvrxSaver:
         self._start_spare()
 
     def new_save(self, step: int) -> str:
-        """See NativeSaver."""
-        if self._ranks.world == 1:
-            return secrets.token_hex(16)
-        time_of_step = self._saves_of_step[step]
-        self._saves_of_step[step] += 1
-        return self._ranks.save_token(step, time_of_step)
+        """See `Saver`."""
+        return self._pending.new_token(step)
 
     def save(self, save: str, order: SaveOrder, fences: Iterable[Fence], skip_when_busy: bool) -> bool:
         """Have it staged; False where one is still being written and that means to skip.
@@ -142,8 +136,8 @@ class NvrxSaver:
         items = make_items(order.chunks, device_through_host=self._library.cpu_shm)
         _wait_for_devices(items)
         made = Save(save, replace(order, chunks={}, watch=None), parts, items, Reading(items))
+        self._pending.begin(save, order.step)
         with self._changed:
-            self._pending[save] = order.step
             self._writing = made
         try:
             self._stage(made)
@@ -330,27 +324,21 @@ class NvrxSaver:
         except Exception:  # in a thread that other saves need
             _log.exception("what follows the save of step %s failed", save.order.step)
         finally:
-            self._forget(save.token)
-
-    def _forget(self, token: str) -> None:
-        with self._changed:
-            self._pending.pop(token, None)
-            self._changed.notify_all()
+            self._pending.end(save.token)
 
     def refuse(self, save: str, step: int, text: str) -> None:
         """Let the other ranks know that this one does not save."""
         if self._ranks.world == 1:
-            self._forget(save)
+            self._pending.end(save)
             return
-        with self._changed:
-            self._pending[save] = step
+        self._pending.begin(save, step)
         order = SaveOrder(step, {}, {}, "", 0, "", 0, False)
 
         def tell() -> None:
             try:
                 self._end_of(save, order).refuse(HeadwaterError(text))
             finally:
-                self._forget(save)
+                self._pending.end(save)
 
         self._background.submit(Job(f"the refusal of step {step}", tell))
 
@@ -362,10 +350,7 @@ class NvrxSaver:
 
     def wait_committed(self, timeout: float) -> None:
         """Return when every save so far has ended. Raises HeadwaterError after `timeout` seconds."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: not self._pending, timeout):
-                steps = ", ".join(map(str, sorted(self._pending.values())))
-                raise HeadwaterError(f"the checkpoint of step {steps} is not committed after {timeout:g} s")
+        self._pending.wait(timeout)
 
     def _exit(self) -> None:
         """At the end of a program that did not close: multiprocessing would join a process that may never end."""
