@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,11 @@ class Outcomes:
         """The one that a scenario saved into the folder of that name."""
         (folder,) = (self.folder / name).glob("step_*")
         return Checkpoint.open_to_load(folder)
+
+
+def ranks_of(layouts: Mapping[int, Container[str]], layout: str) -> int:
+    """How many ranks a layout takes. layouts: by that number."""
+    return next(world for world, names in layouts.items() if layout in names)
 
 
 def run_ranks(script: Path, folder: Path, *arguments: str) -> None:

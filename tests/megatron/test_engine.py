@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from engine_ranks import LAYOUTS, fits
 from families import FAMILIES
-from rank_outcomes import Outcomes, run_ranks
+from rank_outcomes import Outcomes, ranks_of, run_ranks
 
 from headwater.checkpoint.diff import diff
 
@@ -30,15 +30,11 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     return Outcomes(folder)
 
 
-def ranks_of(layout: str) -> int:
-    return next(world for world, layouts in LAYOUTS.items() if layout in layouts)
-
-
 @pytest.mark.parametrize(("model", "layout"), SCENARIOS)
 def test_five_steps_are_those_of_transformers(model: str, layout: str, outcomes: Outcomes) -> None:
     (expected,) = outcomes.every(f"{model} torch")
     found = outcomes.every(f"{model} {layout}")
-    assert len(found) == ranks_of(layout)
+    assert len(found) == ranks_of(LAYOUTS, layout)
     for of_rank in found:
         assert of_rank["first"] == pytest.approx(expected["first"], abs=1e-5)
         assert of_rank["losses"] == pytest.approx(expected["losses"], abs=1e-6)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from lora_ranks import LAYOUTS, MODELS, RANK, fits, matrices
-from rank_outcomes import Outcomes, run_ranks
+from rank_outcomes import Outcomes, ranks_of, run_ranks
 
 from headwater.checkpoint.diff import diff
 
@@ -25,15 +25,11 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     return Outcomes(folder)
 
 
-def ranks_of(layout: str) -> int:
-    return next(world for world, layouts in LAYOUTS.items() if layout in layouts)
-
-
 @pytest.mark.parametrize(("model", "layout"), SCENARIOS)
 def test_five_steps_are_those_of_peft(model: str, layout: str, outcomes: Outcomes) -> None:
     (expected,) = outcomes.every(f"{model} peft")
     found = outcomes.every(f"{model} {layout}")
-    assert len(found) == ranks_of(layout)
+    assert len(found) == ranks_of(LAYOUTS, layout)
     for of_rank in found:
         assert of_rank["losses"] == pytest.approx(expected["losses"], abs=1e-6)
         assert of_rank["norms"] == pytest.approx(expected["norms"], rel=1e-5)

@@ -9,17 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from process_tree import below, is_alive, wait_until
+from tensor_saves import Tensors, copy_of, save
 
-from headwater.checkpoint.chunk import Chunk
-from headwater.checkpoint.fence import Fence
 from headwater.checkpoint.manager import CheckpointManager
-from headwater.checkpoint.reader import Checkpoint, verify
 from headwater.errors import HeadwaterError
 
 MakeManager = Callable[..., CheckpointManager]
-Tensors = dict[str, torch.Tensor]
 
 # Each process that NVRx starts from now on waits, its file written but not synced, while there is a file `hold`.
 _HOLD = """
@@ -57,27 +53,6 @@ class Hold:
         """The process that writes, which before 0.5 is one that NVRx's forked."""
         wait_until(lambda: any(self.folder.glob("writing-*")), "NVRx writes")
         return int(next(self.folder.glob("writing-*")).name.removeprefix("writing-"))
-
-
-def save(manager: CheckpointManager, step: int, tensors: Tensors, *fences: Fence, **options: Any) -> None:
-    chunks = [Chunk.whole(name, tensor) for name, tensor in tensors.items()]
-    manager.save(step, {"policy": chunks}, {"step": step}, "", None, step, fences, **options)
-
-
-def stored(root: Path, step: int) -> Tensors:
-    (folder,) = root.glob(f"step_{step:06d}-*")
-    checkpoint = Checkpoint.open_to_load(folder)
-    assert verify(checkpoint) == []
-    reader = checkpoint.component("policy")
-    return {name: reader.read(name) for name in reader.names()}
-
-
-def same(first: Tensors, second: Tensors) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
-
-
-def copy_of(tensors: Tensors) -> Tensors:
-    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def add_one(tensors: Tensors) -> None:

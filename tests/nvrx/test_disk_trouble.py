@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from disks import ELSEWHERE, MB, TROUBLES, Trouble, fill, mounted
-from nvrx_saves import MakeManager, entries, failure, same, save, stored, writer_of
+from nvrx_saves import MakeManager, entries, failure, writer_of
+from tensor_saves import same, save, stored
 
 from headwater.checkpoint.strategies import joint_commit, nvrx_items
 from headwater.errors import UserError

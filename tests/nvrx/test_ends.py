@@ -12,22 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from nvrx_saves import (
-    Hold,
-    MakeManager,
-    Tensors,
-    entries,
-    failure,
-    python_words,
-    restarts,
-    same,
-    save,
-    stored,
-    tree,
-    wait_gone,
-    writer_of,
-)
+from nvrx_saves import Hold, MakeManager, entries, failure, python_words, restarts, tree, wait_gone, writer_of
 from process_tree import state, wait_until
+from tensor_saves import Tensors, same, save, stored
 
 from headwater.checkpoint.manager import CheckpointManager
 from headwater.checkpoint.strategies import nvrx_writer

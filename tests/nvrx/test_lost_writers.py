@@ -11,24 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nvrx_saves import (
-    Hold,
-    MakeManager,
-    Tensors,
-    entries,
-    failure,
-    restarts,
-    same,
-    save,
-    save_and_go_on,
-    stored,
-    tree,
-    wait_gone,
-    writer_of,
-)
+from nvrx_saves import Hold, MakeManager, entries, failure, restarts, save_and_go_on, tree, wait_gone, writer_of
 from process_tree import is_alive
+from tensor_saves import Tensors, same, save, stored
 
 from headwater.checkpoint.fence import Fence
+from headwater.checkpoint.manager import CheckpointManager
 from headwater.checkpoint.strategies import nvrx_writer
 from headwater.errors import HeadwaterError
 
@@ -81,15 +69,21 @@ def test_a_lost_process_is_replaced_and_the_save_commits(
     assert not list((root / ".nvrx").iterdir())
 
 
-def test_what_nvrx_forked_ends_with_it(make: MakeManager, root: Path, tensors: Tensors, hold: Hold):
-    """Before 0.5 it forks to write; such a process would go on writing, or wait for ever."""
-    manager = make()
+def held_fork(manager: CheckpointManager, hold: Hold, tensors: Tensors) -> tuple[Tensors, int, int]:
+    """What was live at a save that is being written, NVRx's process, and the one that it forked to write."""
     writer = writer_of(manager)
     hold.on()
     live = save_and_go_on(manager, 1, tensors)
     forked = hold.wait_writing()
     if forked == writer:
         pytest.skip("this version of NVRx writes in threads")
+    return live, writer, forked
+
+
+def test_what_nvrx_forked_ends_with_it(make: MakeManager, root: Path, tensors: Tensors, hold: Hold):
+    """Before 0.5 it forks to write; such a process would go on writing, or wait for ever."""
+    manager = make()
+    live, writer, forked = held_fork(manager, hold, tensors)
     os.kill(writer, signal.SIGKILL)
     manager._saver.wait_staged(60)  # pyright: ignore[reportOptionalMemberAccess]
     wait_gone([writer, forked])
@@ -103,12 +97,7 @@ def test_a_forked_process_that_is_killed_does_not_hang_the_save(
 ):
     """NVRx itself waits for ever for what it was to tell."""
     manager = make()
-    writer = writer_of(manager)
-    hold.on()
-    live = save_and_go_on(manager, 1, tensors)
-    forked = hold.wait_writing()
-    if forked == writer:
-        pytest.skip("this version of NVRx writes in threads")
+    live, _, forked = held_fork(manager, hold, tensors)
     os.kill(forked, signal.SIGKILL)
     hold.off()
     manager.wait_committed(30)

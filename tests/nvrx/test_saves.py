@@ -10,22 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from nvrx_saves import (
-    Hold,
-    MakeManager,
-    Tensors,
-    copy_of,
-    entries,
-    failure,
-    restarts,
-    same,
-    save,
-    save_and_go_on,
-    stored,
-    tree,
-    writer_of,
-)
+from nvrx_saves import Hold, MakeManager, entries, failure, restarts, save_and_go_on, tree, writer_of
 from process_tree import wait_until
+from tensor_saves import Tensors, copy_of, same, save, stored
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from headwater.checkpoint.chunk import Chunk

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nvrx_saves import MakeManager, Tensors, restarts, same, save, save_and_go_on, stored, wait_gone
+from nvrx_saves import MakeManager, restarts, save_and_go_on, wait_gone
 from process_tree import wait_until
+from tensor_saves import Tensors, same, save, stored
 
 from headwater.checkpoint.manager import CheckpointManager
 

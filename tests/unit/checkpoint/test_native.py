@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensor_saves import Tensors, copy_of, same, save, stored
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from headwater.checkpoint import preflight
@@ -22,14 +23,12 @@ from headwater.checkpoint.byte_digest import warm_up
 from headwater.checkpoint.chunk import Chunk
 from headwater.checkpoint.fence import Fence
 from headwater.checkpoint.manager import CheckpointManager
-from headwater.checkpoint.reader import Checkpoint, verify
 from headwater.checkpoint.small_files import TokenizerFiles
 from headwater.checkpoint.staging import Stager
 from headwater.config.schema import CheckpointingConfig
 from headwater.errors import HeadwaterError, UserError
 
 MakeManager = Callable[..., CheckpointManager]
-Tensors = dict[str, torch.Tensor]
 
 
 @pytest.fixture
@@ -44,27 +43,6 @@ def make(root: Path) -> Iterator[MakeManager]:
     yield run
     for manager in made:
         manager.close()
-
-
-def save(manager: CheckpointManager, step: int, tensors: Tensors, *fences: Fence, **options: Any) -> None:
-    chunks = [Chunk.whole(name, tensor) for name, tensor in tensors.items()]
-    manager.save(step, {"policy": chunks}, {"step": step}, "", None, step, fences, **options)
-
-
-def stored(root: Path, step: int) -> Tensors:
-    (folder,) = root.glob(f"step_{step:06d}-*")
-    checkpoint = Checkpoint.open(folder)
-    assert verify(checkpoint) == []
-    reader = checkpoint.component("policy")
-    return {name: reader.read(name) for name in reader.names()}
-
-
-def same(first: Tensors, second: Tensors) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
-
-
-def copy_of(tensors: Tensors) -> Tensors:
-    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 @pytest.fixture
