@@ -207,12 +207,17 @@ class CheckpointManager:
         return checkpoint
 
     def require_space(self, tensor_bytes: int) -> None:
-        """Raise UserError unless a checkpoint whose tensors take this many bytes fits on the disk now."""
+        """Raise UserError unless a checkpoint whose tensors take this many bytes fits on the disk now.
+
+        Where it does not fit, that is known once the saves that are being written have ended: one that fails gives
+        room back, and its error, which is raised, tells why; one that commits has older checkpoints removed.
+        """
         try:
             preflight.require_free(self.root, tensor_bytes)
         except UserError:
             with collector_running():
-                self._pruner.wait()  # what retention is removing may be what is missing
+                self.wait_committed()
+                self._pruner.wait()
             preflight.require_free(self.root, tensor_bytes)
 
     def _older(self, corrupt: Found) -> str:

@@ -228,8 +228,9 @@ def test_a_folder_that_may_not_be_written_any_more(root: Path):
 
 
 # Another program takes all that is free when the writer has begun step 2, and gives it back when that has failed.
+# The save of step 3 comes meanwhile, and finds no room.
 FILLING = """
-import os
+import os, time
 from pathlib import Path
 here = Path(__file__).parent
 def filling(real):
@@ -245,6 +246,7 @@ def filling(real):
             except OSError:
                 pass
         try:
+            time.sleep(2)
             return real(fd, data, *rest)
         except OSError as error:
             (here / "failed").write_text(f"{error.errno} {path}")
