@@ -116,6 +116,21 @@ def run(arm: str, loop: Loop, folder: Path, steps: int) -> list[dict[str, float]
     return found
 
 
+def table(measures: dict[str, list[dict[str, float]]]) -> str:
+    """Medians of each strategy over its steps so far, and how it differs from the loop without saves."""
+    middle = {arm: {key: statistics.median(m[key] for m in some) for key in some[0]} for arm, some in measures.items()}
+    alone, lines = middle["no saves"], []
+    for arm, one in middle.items():
+        longest = max(m["stall"] for m in measures[arm])
+        more, kept = one["step"] / alone["step"] - 1, one["used"] - alone["used"]
+        lines.append(
+            f"{arm:9} stall {1e3 * one['stall']:8.1f} ms, longest {1e3 * longest:8.1f}; fence "
+            f"{1e3 * one['fence']:7.1f} ms; step {one['step']:6.3f} s, {100 * more:+6.1f} %; "
+            f"retained {kept / 1e6:8.1f} MB"
+        )
+    return "\n".join(lines)
+
+
 def main() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -143,26 +158,13 @@ def main() -> None:
         loop = Loop(model, args.generation_s)
     for number in range(2):
         loop.step(number, None)
+    versions = f"NVRx {importlib.metadata.version('nvidia-resiliency-ext')}, torch {torch.__version__}"
+    print(f"{loop.nbytes() / 1e9:.2f} GB of state, {args.steps} steps of each in a round, {versions}", flush=True)
     measures: dict[str, list[dict[str, float]]] = defaultdict(list)
-    for _ in range(args.rounds):
+    for number in range(1, args.rounds + 1):
         for arm in ARMS:
             measures[arm] += run(arm, loop, args.folder / arm, args.steps)
-    versions = f"NVRx {importlib.metadata.version('nvidia-resiliency-ext')}, torch {torch.__version__}"
-    print(f"{loop.nbytes() / 1e9:.2f} GB of state, {args.rounds} x {args.steps} steps each, {versions}")
-    middle = {
-        arm: {key: statistics.median(m[key] for m in found) for key in found[0]} for arm, found in measures.items()
-    }
-    alone = middle["no saves"]
-    for arm in ARMS:
-        one = middle[arm]
-        longest = max(m["stall"] for m in measures[arm])
-        more, kept = one["step"] / alone["step"] - 1, one["used"] - alone["used"]
-        print(
-            f"{arm:9} stall {1e3 * one['stall']:8.1f} ms, longest {1e3 * longest:8.1f}; fence "
-            f"{1e3 * one['fence']:7.1f} ms; step {one['step']:6.3f} s, {100 * more:+6.1f} %; "
-            f"retained {kept / 1e6:8.1f} MB",
-            flush=True,
-        )
+        print(f"after round {number}\n{table(measures)}", flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()
 
