@@ -69,6 +69,8 @@ class CheckpointManager:
         self._world = ranks.world
         self.root = Path(config.checkpoint_dir).expanduser()
         self._news = News()
+        self._nbytes = self._skipped = 0
+        self._room_wait_s = 0.0
         self._errors: list[HeadwaterError] = []
         self._changing = threading.RLock()  # news, metrics and retention are touched by a strategy's threads too
         self._closed = False
@@ -138,8 +140,15 @@ class CheckpointManager:
 
     @property
     def has_room(self) -> bool:
-        """Whether a save would not have to wait for one before it."""
-        return self._saver is None or self._saver.has_room
+        """Whether a save as large as the last one would not have to wait for one before it, in memory or on the disk.
+
+        Raises UserError where free space of the disk cannot be known.
+        """
+        return self._saver is None or (self._saver.has_room and self._fits)
+
+    @property
+    def _fits(self) -> bool:
+        return preflight.free_bytes(self.root) >= self._nbytes
 
     @property
     def writer_pid(self) -> int | None:
@@ -182,7 +191,7 @@ class CheckpointManager:
         if self._saver is not None:
             news.metrics["checkpoint/pending"] = float(self._saver.pending)
             news.metrics["checkpoint/writer_restarts"] = float(self._saver.writer_restarts)
-            news.metrics["checkpoint/skipped"] = float(self._saver.skipped)
+            news.metrics["checkpoint/skipped"] = float(self._skipped)
         return news
 
     def latest(self) -> Checkpoint | None:
@@ -210,14 +219,20 @@ class CheckpointManager:
         """Raise UserError unless a checkpoint whose tensors take this many bytes fits on the disk now.
 
         Where it does not fit, that is known once the saves that are being written have ended: one that fails gives
-        room back, and its error, which is raised, tells why; one that commits has older checkpoints removed.
+        room back, and its error, unless `on_save_error` is continue, is raised as the first cause; one that commits has
+        older checkpoints removed. Raises HeadwaterError where they do not end. Of several ranks the first one alone
+        looks: it counts for all, and it is the one that removes.
         """
+        if not self._is_first:
+            return
         try:
             preflight.require_free(self.root, tensor_bytes)
-        except UserError:
+        except preflight.NoRoomError:
+            started = time.perf_counter()
             with collector_running():
                 self.wait_committed()
                 self._pruner.wait()
+            self._room_wait_s += time.perf_counter() - started
             preflight.require_free(self.root, tensor_bytes)
 
     def _older(self, corrupt: Found) -> str:
@@ -268,7 +283,11 @@ class CheckpointManager:
             small_files: dict[str, bytes] = {}
             if self._is_first:
                 small_files |= {TRAINER_NAME: trainer_json(trainer_state), "config.yaml": config_yaml.encode()}
-            self.require_space(_bytes_needed(chunks, small_files) * self._world)  # ranks' parts are about as large
+            self._nbytes = _bytes_needed(chunks, small_files) * self._world  # ranks' parts are about as large
+            may_skip = may_skip and self._config.when_busy == "skip"
+            saved = not (may_skip and self.pending and not self._fits)
+            if saved:
+                self.require_space(self._nbytes)
             if self._saver is not None and self._is_first:
                 small_files |= self._tokenizer_files.of(tokenizer)
             order = SaveOrder(
@@ -282,14 +301,13 @@ class CheckpointManager:
                 readback=self._config.verify == "readback",
                 watch=watch,
             )
-            folder, saved = None, True
+            folder = None
             if self._saver is None:
                 with collector_running():
                     result = save_now(self.root, order, tokenizer)
                 self._saved(result)
                 folder = result.folder
-            else:
-                may_skip = may_skip and self._config.when_busy == "skip"
+            elif saved:
                 saved = self._saver.save(token, order, fences, skip_when_busy=may_skip)
         except Exception as error:
             if self._saver is not None:
@@ -303,10 +321,12 @@ class CheckpointManager:
             with collector_running():
                 self.wait_committed()
             folder = self._newest
+        self._skipped += not saved
         with self._changing:
             self._news.metrics["checkpoint/stall_s"] = time.perf_counter() - started
             if self._saver is not None and not waits:
-                self._news.metrics["checkpoint/busy_wait_s"] = self._saver.take_busy_s()
+                self._news.metrics["checkpoint/busy_wait_s"] = self._saver.take_busy_s() + self._room_wait_s
+                self._room_wait_s = 0.0
                 text = "staged step {}, writing" if saved else "skipped the save of step {}: the writer is busy"
                 self._news.notes.append(text.format(step))
         return folder

@@ -24,6 +24,10 @@ _REMEDIES = {
 }
 
 
+class NoRoomError(UserError):
+    """The disk has too little room now."""
+
+
 def explain(error: OSError) -> str:
     """The cause and the remedy of a file system's error, in one line."""
     cause = error.strerror or str(error)
@@ -112,10 +116,10 @@ def free_bytes(root: Path) -> int:
 
 
 def require_free(root: Path, needed: int) -> None:
-    """Raise UserError unless `needed` bytes are free."""
+    """Raise NoRoomError unless `needed` bytes are free, UserError where that is not known."""
     free = free_bytes(root)
     if free < needed:
-        raise UserError(
+        raise NoRoomError(
             f"a checkpoint in {root} needs {size_text(needed)}, {size_text(free)} is free: "
             f"{_REMEDIES[errno.ENOSPC]}, or {_ELSEWHERE}"
         )

@@ -63,7 +63,6 @@ class NativeSaver:
         threading.Thread(target=warm_up, name="headwater-warm-up", daemon=True).start()
         self._staging: list[Staging] = []
         self._busy_s = 0.0
-        self.skipped = 0
 
     @property
     def pending(self) -> int:
@@ -112,7 +111,6 @@ class NativeSaver:
         pin = any(chunk.tensor.is_cuda for parts in order.chunks.values() for chunk in parts)
         lease = self._acquire(sizes, pin, order.step, skip_when_busy)
         if lease is None:
-            self.skipped += 1
             return False
         rest = replace(order, chunks={}, watch=None)  # what outlives staging holds no tensor
         self._pending.begin(save, order.step)

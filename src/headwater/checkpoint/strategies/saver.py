@@ -16,8 +16,6 @@ from headwater.config.schema import CheckpointingConfig
 class Saver(Protocol):
     """Makes one save after the other, each called by its token, and tells of each how it ended."""
 
-    skipped: int
-
     @property
     def pending(self) -> int:
         """Saves that are neither committed nor failed."""
