@@ -41,4 +41,5 @@ def collector_running() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.disable()
+        if _pauses:  # another thread's, which may have ended meanwhile
+            gc.disable()

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from headwater import AsyncCheckpointer
 from headwater.checkpoint import pruner as pruner_module
 from headwater.checkpoint.catalog import look_at
 from headwater.checkpoint.chunk import Chunk
+from headwater.checkpoint.collector import collector_paused, collector_running
 from headwater.checkpoint.manager import CheckpointManager
 
 Chunks = Iterator[Chunk]
@@ -65,6 +67,19 @@ def test_the_collector_runs_where_a_save_may_wait_long(
     save(manager, 2, many())
     assert seen == [False, True]
     assert gc.isenabled()
+
+
+def test_a_wait_that_outlasts_the_save_of_another_thread_leaves_the_collector_on():
+    with ExitStack() as save, ExitStack() as wait:
+        save.enter_context(collector_paused())
+        wait.enter_context(collector_running())
+        save.close()
+        assert gc.isenabled()
+        wait.close()
+        try:
+            assert gc.isenabled()
+        finally:
+            gc.enable()
 
 
 def test_the_same_of_a_state_dict(root: Path):
