@@ -60,7 +60,7 @@ def goes_on(manager: CheckpointManager, root: Path, tensors: Tensors) -> None:
     assert [name for name in entries(root) if not name.startswith("step_")] == [".lock"]
 
 
-@pytest.mark.parametrize("how", ["killed idle", "killed writing", "killed stopped writing"])
+@pytest.mark.parametrize("how", ["killed idle", "killed beside a spare", "killed writing", "killed stopped writing"])
 def test_a_killed_trainer_leaves_no_process_and_the_next_run_goes_on(
     how: str,
     make: MakeManager,
@@ -83,13 +83,66 @@ def test_a_killed_trainer_leaves_no_process_and_the_next_run_goes_on(
         goes_on(manager, root, tensors)
 
 
-@pytest.mark.parametrize("how", ["ends idle", "ends writing", "raises writing", "closes writing", "ends lost"])
+@pytest.mark.parametrize(
+    "how", ["ends idle", "ends beside a spare", "ends writing", "raises writing", "closes writing", "ends lost"]
+)
 def test_a_trainer_that_ends_leaves_no_process_and_does_not_hang(how: str, make: MakeManager, root: Path, hold: Hold):
     process, all_of_them = start(how, root, hold)
     _, errors = process.communicate(timeout=40)
     assert (process.returncode == 0) == (not how.startswith("raises")), errors
     wait_gone(all_of_them)
     resumes(make, root, hold, 2 if how in ("closes writing", "ends lost") else 1)
+
+
+def test_a_fork_of_the_trainer_that_ends_leaves_the_writer_alone(make: MakeManager, tensors: Tensors):
+    manager = make()
+    save(manager, 1, tensors)
+    manager.wait_committed(60)
+    saver: Any = manager._saver
+    child = os.fork()
+    if not child:
+        try:
+            saver._exit()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    save(manager, 2, tensors)
+    manager.wait_committed(60)
+    assert restarts(manager) == 0
+
+
+def test_closing_does_not_wait_for_a_process_that_is_starting(make: MakeManager):
+    manager = make()
+    manager.prepare({}, False, None)
+    saver: Any = manager._saver
+    wait_until(lambda: saver._writer is not None, "it starts")
+    starting = saver._writer.pid
+    os.kill(starting, signal.SIGSTOP)
+    assert not saver._writer.is_ready
+    manager.close()
+    wait_gone([starting])
+
+
+def test_a_process_whose_start_fails_halfway_is_ended(
+    make: MakeManager, root: Path, tensors: Tensors, monkeypatch: pytest.MonkeyPatch
+):
+    started: list[int] = []
+    real = nvrx_writer.Writer._start
+
+    def start(self: Any) -> None:
+        real(self)
+        started.append(self.pid)
+        raise RuntimeError("can't start new thread")
+
+    manager = make()
+    with monkeypatch.context() as patch:
+        patch.setattr(nvrx_writer.Writer, "_start", start)
+        with pytest.raises(HeadwaterError, match="can't start new thread"):
+            save(manager, 1, tensors)
+    wait_gone(started)
+    save(manager, 2, tensors)
+    manager.wait_committed(60)
+    assert same(stored(root, 2), tensors)
 
 
 def test_a_script_that_trains_when_it_is_imported_ends_with_an_error(root: Path):

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,8 +25,12 @@ def main(root: Path, how: str, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=0, world_size=1)
     config = CheckpointingConfig(checkpoint_dir=str(root), strategy="nvrx", keep_latest_k=None, writer_silence_s=2)
     manager = CheckpointManager(config, "run", "model")
+    saver: Any = manager._saver
+    saver._keeps_spare = "spare" in how
     save(manager, 1, {"w": torch.full((1000,), 1.0)})
     manager.wait_committed(60)
+    while saver._keeps_spare and saver._spare is None:
+        time.sleep(0.01)
     writer = writer_of(manager)
     if how == "ends lost":  # with more in NVRx's queue than a pipe holds, which nobody will read
         os.kill(writer, signal.SIGSTOP)

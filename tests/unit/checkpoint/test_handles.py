@@ -123,7 +123,7 @@ def test_a_refusal_names_the_rank_and_the_remedy():
 class FakeWriter:
     """holds_device_memory: as of a process that has handles."""
 
-    pid, calls = 1, list[str]()
+    pid, calls, is_ready = 1, list[str](), True
 
     def __init__(self, *_: Any) -> None:
         self.holds_device_memory = False
@@ -151,6 +151,9 @@ class FakeWriter:
 
 class FakeLibrary:
     persistent, cpu_shm = True, False
+
+    def kept_on_host(self) -> int:
+        return 0
 
     def request(self, call: int, folder: Path, items: Any) -> str:
         return "request"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import shutil
 import threading
 import time
@@ -41,6 +42,7 @@ FOLDER_NAME = ".nvrx"
 _MAX_ATTEMPTS = 3
 _BUSY_TIMEOUT_S = 3600.0
 _LONGEST_POLL_S = 0.1
+_EXIT_S = 2.0
 _log = logging.getLogger(__name__)
 
 
@@ -77,8 +79,8 @@ class NvrxSaver:
         self._busy_s = 0.0
         self._background = Background("headwater-nvrx")
         self._removed = self._closed = False
+        self._trainer_pid = os.getpid()
         self.writer_restarts = 0
-        self.skipped = 0
         atexit.register(self._exit)
         _clear(root, ranks)
 
@@ -115,7 +117,8 @@ class NvrxSaver:
             try:
                 self._running().wait_ready(self._device)
             except WriterLostError as error:  # a save tries again, and reports it
-                _log.warning("%s", error)
+                if not self._closed:
+                    _log.warning("%s", error)
                 self._replace()
         self._start_spare()
 
@@ -130,10 +133,10 @@ class NvrxSaver:
         time after time.
         """
         if not self._wait_for_room(order.step, skip_when_busy):
-            self.skipped += 1
             return False
         parts = parts_of(order.chunks)
-        items = make_items(order.chunks, device_through_host=self._library.cpu_shm)
+        kept = self._library.kept_on_host()
+        items = make_items(order.chunks, device_through_host=self._library.cpu_shm, kept_on_host=kept)
         _wait_for_devices(items)
         made = Save(save, replace(order, chunks={}, watch=None), parts, items, Reading(items))
         self._pending.begin(save, order.step)
@@ -354,16 +357,23 @@ class NvrxSaver:
 
     def _exit(self) -> None:
         """At the end of a program that did not close: multiprocessing would join a process that may never end."""
+        if os.getpid() != self._trainer_pid:
+            return  # a fork of the trainer ends
         self._closed = True
         for writer in (self._writer, self._spare):
             if writer is not None:
                 with suppress(Exception):  # the other one is to end all the same
                     writer.kill()
+        if self._using.acquire(timeout=_EXIT_S):  # whoever makes one now ends it
+            self._using.release()
 
     def close(self) -> None:
         """End NVRx's process; a save that has not ended is lost."""
         self._closed = True
         atexit.unregister(self._exit)
+        starting = self._writer
+        if starting is not None and not starting.is_ready:  # whoever waits for it would hold what is taken next
+            starting.kill()
         with self._using:
             writer, self._writer = self._writer, None
             spare, self._spare = self._spare, None

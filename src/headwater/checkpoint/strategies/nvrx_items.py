@@ -78,9 +78,11 @@ class Items:
         return found
 
 
-def make_items(chunks: Mapping[str, Sequence[Chunk]], *, device_through_host: bool = False) -> Items:
+def make_items(
+    chunks: Mapping[str, Sequence[Chunk]], *, device_through_host: bool = False, kept_on_host: int = 0
+) -> Items:
     """Copies what is on the host. chunks: of each component, checked, and their digests taken. device_through_host:
-    whether NVRx will copy what is on a device into shared memory too.
+    whether NVRx will copy what is on a device into shared memory too; it has `kept_on_host` bytes for that already.
 
     Raises UserError where shared memory is short.
     """
@@ -99,9 +101,8 @@ def make_items(chunks: Mapping[str, Sequence[Chunk]], *, device_through_host: bo
                 items.places.append(Place(("", ()), 0, 0))
     items.identity = tuple(identity)
     on_device = sum(tensor.nbytes for tensor in items.tensors.values())
-    _require_shared_memory(
-        _COPIES * sum(chunk.tensor.nbytes for _, chunk in on_host) + (on_device if device_through_host else 0)
-    )
+    through_host = max(0, on_device - kept_on_host) if device_through_host else 0
+    _require_shared_memory(_COPIES * sum(chunk.tensor.nbytes for _, chunk in on_host) + through_host)
     _copy_to_blocks(items, on_host)
     return items
 

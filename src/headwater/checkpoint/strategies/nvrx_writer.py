@@ -131,6 +131,11 @@ class Library:
         """The request behind which it may be sent tensors of that CUDA device."""
         return self._core.AsyncRequest(OpenDevice(device), (), [], {}, None, call_idx=-2)
 
+    def kept_on_host(self) -> int:
+        """Bytes of shared memory that the trainer's side has from saves before, for copies of what is on a device."""
+        copies = getattr(self._files.FileSystemWriterAsync, "_shm_tensor_cache", {})
+        return sum(tensor.nbytes for _, tensors in copies.values() for tensor in tensors)
+
     def forget(self) -> None:
         """Drop what the trainer's side remembers of tensors that were sent."""
         clean_up = getattr(self._files.FileSystemWriterAsync, "cleanup_tensor_caches", None)
@@ -163,7 +168,12 @@ class Writer:
         self._deadline = float("inf")
         self._process: Any = None
         if library.persistent:
-            self._start()
+            try:
+                self._start()
+            except BaseException:
+                self._process = self._caller.process
+                self.kill()
+                raise
 
     @property
     def pid(self) -> int | None:
@@ -181,6 +191,11 @@ class Writer:
     def is_alive(self) -> bool:
         """Whether the process is there, as far as is known."""
         return self._process is not None and self._process.is_alive()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it has started, as far as is known."""
+        return self._channel is None or self._adopted
 
     def _not_sent(self, error: Exception, _request: object) -> None:
         self._unsent = error
