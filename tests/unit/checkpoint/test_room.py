@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from headwater import AsyncCheckpointer
-from headwater.checkpoint import preflight
+from headwater.checkpoint import preflight, pruner
 from headwater.checkpoint.chunk import Chunk
 from headwater.checkpoint.manager import CheckpointManager
-from headwater.checkpoint.pruner import Pruner
 from headwater.checkpoint.ranks import Ranks
 from headwater.config.schema import CheckpointingConfig
 from headwater.errors import HeadwaterError, UserError
@@ -75,13 +74,14 @@ def test_a_save_waits_for_the_room_that_retention_gives_once_the_one_before_it_i
     made: list[CheckpointManager], root: Path, monkeypatch: pytest.MonkeyPatch
 ):
     held = Held(make(made, root, keep_latest_k=1), monkeypatch)
-    manager, slow = held.manager, Pruner.wait
+    manager, remove = held.manager, pruner.remove
 
-    def pruned(self: Pruner) -> None:
-        slow(self)
-        assert saved(root) == ["step_000002"]
+    def remove_slowly(folder: Path) -> None:
+        time.sleep(0.3)
+        remove(folder)
 
-    monkeypatch.setattr(Pruner, "wait", pruned)
+    monkeypatch.setattr(pruner, "remove", remove_slowly)
+    monkeypatch.setattr(preflight, "free_bytes", lambda root: 10**6 if saved(root) == ["step_000002"] else 0)
     save(manager, 3)
     assert held.waited_in
     metrics = manager.take_news().metrics
