@@ -331,25 +331,6 @@ def has_cache() -> bool:
 
 
 @pytest.mark.skipif("not has_cache()", reason="NVRx before 0.6 has no cache")
-def test_a_process_without_the_copies_that_the_trainer_thinks_it_has_commits_nothing_stale(
-    make: MakeManager, root: Path, tensors: Tensors, monkeypatch: pytest.MonkeyPatch
-):
-    """NVRx's trainer side sends an identifier in place of copies; the process that had them is another one now."""
-    manager = make(async_ckpt_use_cpu_shm=True)
-    saver: Any = manager._saver
-    save(manager, 1, tensors)
-    manager.wait_committed(60)
-    real, calls = saver._library.forget, []
-    monkeypatch.setattr(saver._library, "forget", lambda: calls.append(1) if len(calls) < 1 else real())
-    saver._replace()
-    assert calls
-    tensors["a"].add_(1)
-    save(manager, 2, tensors)
-    manager.wait_committed(60)
-    assert same(stored(root, 2), tensors)
-
-
-@pytest.mark.skipif("not has_cache()", reason="NVRx before 0.6 has no cache")
 def test_copies_in_shared_memory_are_written_anew_at_each_save(make: MakeManager, root: Path, tensors: Tensors):
     manager = make(async_ckpt_use_cpu_shm=True)
     live = {step: save_and_go_on(manager, step, tensors) for step in (1, 2, 3)}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nvrx_saves import MakeManager, restarts, save_and_go_on, wait_gone
+from nvrx_saves import MakeManager, add_one, restarts, save_and_go_on, wait_gone
 from process_tree import wait_until
 from tensor_saves import Tensors, same, save, stored
 
@@ -67,6 +67,38 @@ def test_one_that_has_ended_is_not_taken(manager: CheckpointManager, root: Path,
     assert manager.writer_pid not in (spare, lost)
     assert same(stored(root, 2), live)
     assert restarts(manager) == 1
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_it_has_none_of_the_copies_that_the_lost_one_had(
+    told: bool, make: MakeManager, root: Path, tensors: Tensors, monkeypatch: pytest.MonkeyPatch
+):
+    """NVRx's trainer side sends an identifier in place of copies that it thinks are there, unless it is told."""
+    manager = make(async_ckpt_use_cpu_shm=True)
+    saver = saver_of(manager)
+    save(manager, 1, tensors)
+    manager.wait_committed(60)
+    saver._keeps_spare = True
+    saver._start_spare()
+    save(manager, 2, tensors)  # where one starts, the trainer's side forgets
+    manager.wait_committed(60)
+    if not cached():
+        pytest.skip("this NVRx keeps no copies of what is on the host")
+    if not told:
+        monkeypatch.setattr(saver._library, "forget", lambda: None)
+    saver._replace()
+    monkeypatch.undo()
+    add_one(tensors)
+    save(manager, 3, tensors)
+    manager.wait_committed(60)
+    assert same(stored(root, 3), tensors)
+    assert restarts(manager) == (1 if told else 2)
+
+
+def cached() -> dict[object, object]:
+    from nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async import FileSystemWriterAsync
+
+    return getattr(FileSystemWriterAsync, "_cached_identifiers", {})
 
 
 def test_it_ends_with_the_manager(manager: CheckpointManager):
