@@ -11,6 +11,7 @@ NVRx's writer process imports this file again, so that what takes long is import
 from __future__ import annotations
 
 import argparse
+import gc
 import multiprocessing
 import os
 import sys
@@ -78,6 +79,7 @@ def main() -> int:
         parser.error(f"no rows {', '.join(sorted(unknown))}; there are {', '.join(ROWS)}")
     models = Models(given.folder, given.megabytes, device)
     warm_up(models)
+    gc.freeze()  # or each measure looks through all that libraries made
     watchdog, rows, savers = Watchdog(), [], Savers(given.arm, given.folder / given.arm, device)
     for name in names:
         started = time.perf_counter()
