@@ -120,14 +120,26 @@ def tell(text: str) -> None:
     sys.stdout.write(f"{text}\n")
 
 
+def writer_of(training: Training) -> Any:
+    """NVRx's process, once it has started and has its context on the device."""
+    writer = _process_of(training, "_writer")
+    writer.wait_ready(0)
+    return writer
+
+
 def spare_of(training: Training) -> Any:
     """The process that stands by, once it does; a while after the first save, or after it was last needed."""
-    deadline = time.monotonic() + 60
-    while (spare := training.saver._spare) is None:
-        assert time.monotonic() < deadline, "no process stands by"
-        time.sleep(0.05)
+    spare = _process_of(training, "_spare")
     spare.wait_ready(None)
     return spare
+
+
+def _process_of(training: Training, name: str) -> Any:
+    deadline = time.monotonic() + 60
+    while (process := getattr(training.saver, name)) is None:
+        assert time.monotonic() < deadline, f"no {name}"
+        time.sleep(0.05)
+    return process
 
 
 def disturb(training: Training, what: str) -> None:
@@ -238,7 +250,7 @@ def test_six_saves_around_moves_keep_no_memory_and_are_fresh(
     if shm and not hasattr(_files(), "_shm_tensor_cache"):
         pytest.skip("this NVRx has no shared-memory mode")
     training = make(async_ckpt_use_cpu_shm=True) if shm else make()
-    training.saver._running().wait_ready(0)
+    writer_of(training)
     before, pid = training.move(), training.manager.writer_pid
     for _ in range(6):
         training.step()
