@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import multiprocessing
+import multiprocessing.process
 import os
 import signal
 import subprocess
@@ -84,31 +87,23 @@ def test_a_killed_trainer_leaves_no_process_and_the_next_run_goes_on(
 
 
 @pytest.mark.parametrize(
-    "how", ["ends idle", "ends beside a spare", "ends writing", "raises writing", "closes writing", "ends lost"]
+    "how",
+    [
+        "ends idle",
+        "ends beside a spare",
+        "ends writing",
+        "raises writing",
+        "closes writing",
+        "closes after a fork",
+        "ends lost",
+    ],
 )
 def test_a_trainer_that_ends_leaves_no_process_and_does_not_hang(how: str, make: MakeManager, root: Path, hold: Hold):
     process, all_of_them = start(how, root, hold)
     _, errors = process.communicate(timeout=40)
     assert (process.returncode == 0) == (not how.startswith("raises")), errors
     wait_gone(all_of_them)
-    resumes(make, root, hold, 2 if how in ("closes writing", "ends lost") else 1)
-
-
-def test_a_fork_of_the_trainer_that_ends_leaves_the_writer_alone(make: MakeManager, tensors: Tensors):
-    manager = make()
-    save(manager, 1, tensors)
-    manager.wait_committed(60)
-    saver: Any = manager._saver
-    child = os.fork()
-    if not child:
-        try:
-            saver._exit()
-        finally:
-            os._exit(0)
-    os.waitpid(child, 0)
-    save(manager, 2, tensors)
-    manager.wait_committed(60)
-    assert restarts(manager) == 0
+    resumes(make, root, hold, 2 if how.startswith("closes") or how == "ends lost" else 1)
 
 
 def test_closing_does_not_wait_for_a_process_that_is_starting(make: MakeManager):
@@ -118,9 +113,43 @@ def test_closing_does_not_wait_for_a_process_that_is_starting(make: MakeManager)
     wait_until(lambda: saver._writer is not None, "it starts")
     starting = saver._writer.pid
     os.kill(starting, signal.SIGSTOP)
-    assert not saver._writer.is_ready
+    assert saver._writer.is_starting
     manager.close()
     wait_gone([starting])
+    assert not multiprocessing.active_children()
+
+
+def test_a_process_that_is_ended_while_it_starts_is_not_started_again(
+    make: MakeManager, monkeypatch: pytest.MonkeyPatch
+):
+    manager = make()
+    saver: Any = manager._saver
+    real = nvrx_writer.Writer._wait_for_call
+
+    def ended(self: Any) -> None:
+        self.kill()
+        real(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(nvrx_writer.Writer, "_wait_for_call", ended)
+        with pytest.raises(nvrx_writer.WriterLostError, match="was ended"):
+            saver._running().wait_ready(None)
+    assert not multiprocessing.active_children()
+
+
+def test_a_process_that_cannot_be_started_is_told_of(
+    make: MakeManager, tensors: Tensors, monkeypatch: pytest.MonkeyPatch
+):
+    def start(self: Any) -> None:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    manager = make()
+    with monkeypatch.context() as patch:
+        patch.setattr(multiprocessing.process.BaseProcess, "start", start)
+        with pytest.raises(HeadwaterError, match="NVRx's writer process cannot be started: "):
+            save(manager, 1, tensors)
+    save(manager, 2, tensors)
+    manager.wait_committed(60)
 
 
 def test_a_process_whose_start_fails_halfway_is_ended(

@@ -36,6 +36,14 @@ def main(root: Path, how: str, folder: Path) -> None:
         os.kill(writer, signal.SIGSTOP)
         save(manager, 2, {"w": torch.full((1000,), 2.0), **{f"w{i}": torch.ones(1) for i in range(5000)}})
         manager.wait_committed(60)
+    if how == "closes after a fork":
+        child = os.fork()
+        if not child:
+            sys.exit(0)
+        os.waitpid(child, 0)
+        save(manager, 2, {"w": torch.full((1000,), 2.0)})
+        manager.wait_committed(60)
+        assert writer_of(manager) == writer
     if how.endswith("writing"):
         (folder / "hold" / "hold").touch()
         save(manager, 2, {"w": torch.full((1000,), 2.0)})

@@ -221,7 +221,8 @@ class CheckpointManager:
         Where it does not fit, that is known once the saves that are being written have ended: one that fails gives
         room back, and its error, unless `on_save_error` is continue, is raised as the first cause; one that commits has
         older checkpoints removed. Raises HeadwaterError where they do not end. Of several ranks the first one alone
-        looks: it counts for all, and it is the one that removes.
+        looks: it counts for all, and it is the one that removes. The others' files begin after its own with `native`;
+        with `nvrx` they may find the disk still full.
         """
         if not self._is_first:
             return
@@ -232,7 +233,7 @@ class CheckpointManager:
             with collector_running():
                 self.wait_committed()
                 self._pruner.wait()
-            self._room_wait_s += time.perf_counter() - started
+            self._room_wait_s = time.perf_counter() - started
             preflight.require_free(self.root, tensor_bytes)
 
     def _older(self, corrupt: Found) -> str:
@@ -270,6 +271,7 @@ class CheckpointManager:
         """
         self.raise_error()
         started = time.perf_counter()
+        self._room_wait_s = 0.0
         token = self._saver.new_save(step) if self._saver is not None else ""
         try:
             if self._closed:
@@ -285,7 +287,7 @@ class CheckpointManager:
                 small_files |= {TRAINER_NAME: trainer_json(trainer_state), "config.yaml": config_yaml.encode()}
             self._nbytes = _bytes_needed(chunks, small_files) * self._world  # ranks' parts are about as large
             may_skip = may_skip and self._config.when_busy == "skip"
-            saved = not (may_skip and self.pending and not self._fits)
+            saved = not (may_skip and (self.pending or self._pruner.is_busy) and not self._fits)
             if saved:
                 self.require_space(self._nbytes)
             if self._saver is not None and self._is_first:
@@ -326,7 +328,6 @@ class CheckpointManager:
             self._news.metrics["checkpoint/stall_s"] = time.perf_counter() - started
             if self._saver is not None and not waits:
                 self._news.metrics["checkpoint/busy_wait_s"] = self._saver.take_busy_s() + self._room_wait_s
-                self._room_wait_s = 0.0
                 text = "staged step {}, writing" if saved else "skipped the save of step {}: the writer is busy"
                 self._news.notes.append(text.format(step))
         return folder

@@ -85,6 +85,11 @@ class Pruner:
                 self._asked += 1
                 self._changed.notify_all()
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is still being removed."""
+        return self._thread is not None and self._done < self._asked
+
     def wait(self, timeout: float = _TIMEOUT_S) -> None:
         """Return when all that was begun is done. Raises HeadwaterError after `timeout` seconds."""
         with self._changed:

@@ -123,7 +123,7 @@ def test_a_refusal_names_the_rank_and_the_remedy():
 class FakeWriter:
     """holds_device_memory: as of a process that has handles."""
 
-    pid, calls, is_ready = 1, list[str](), True
+    pid, calls, is_starting = 1, list[str](), False
 
     def __init__(self, *_: Any) -> None:
         self.holds_device_memory = False

@@ -219,13 +219,18 @@ class NvrxSaver:
                 self._writer.kill()
         return self._writer
 
-    def _start_spare(self) -> None:
-        """In the background: have another process ready, without a context on the device, should this one be lost."""
+    def _start_spare(self) -> bool:
+        """In the background: have another process ready, without a context on the device, should this one be lost.
+
+        Whether one was started.
+        """
         with self._using:
-            if self._keeps_spare and self._spare is None and not self._closed:
-                self._spare = Writer(self._library, self._ranks.rank, self._silence_s)
-                if self._closed:  # meanwhile
-                    self._spare.kill()
+            if not self._keeps_spare or self._spare is not None or self._closed:
+                return False
+            self._spare = Writer(self._library, self._ranks.rank, self._silence_s)
+            if self._closed:  # meanwhile
+                self._spare.kill()
+            return True
 
     def _replace(self) -> None:
         """Have the next save begin with another process."""
@@ -273,8 +278,20 @@ class NvrxSaver:
         except Exception as error:
             result.error = self._told(error, save.order.step)
         shutil.rmtree(save.folder, ignore_errors=True)
+        self._stand_by()
         self._end(save, result)
-        self._start_spare()
+
+    def _stand_by(self) -> None:
+        """Between two saves: start another process where there is none but the one that writes."""
+        with self._using:
+            try:
+                if self._start_spare() and self._library.cpu_shm and self._writer is not None:
+                    self._writer.let_go()  # of copies that NVRx's trainer side forgets where it starts a process
+            except WriterLostError as error:
+                _log.warning("%s", error)
+                self._replace()
+            except Exception as error:  # whoever waits for the save is to be told of that
+                _log.warning("no other process of NVRx stands by: %s: %s", type(error).__name__, error)
 
     def _told(self, error: Exception, step: int) -> HeadwaterError:
         """What the trainer is told of it: of what the file system refuses with the remedy."""
@@ -357,13 +374,15 @@ class NvrxSaver:
 
     def _exit(self) -> None:
         """At the end of a program that did not close: multiprocessing would join a process that may never end."""
-        if os.getpid() != self._trainer_pid:
-            return  # a fork of the trainer ends
+        writers = [writer for writer in (self._writer, self._spare) if writer is not None]
+        if os.getpid() != self._trainer_pid:  # a fork of the trainer ends
+            for writer in writers:
+                writer.disown()
+            return
         self._closed = True
-        for writer in (self._writer, self._spare):
-            if writer is not None:
-                with suppress(Exception):  # the other one is to end all the same
-                    writer.kill()
+        for writer in writers:
+            with suppress(Exception):  # the other one is to end all the same
+                writer.kill()
         if self._using.acquire(timeout=_EXIT_S):  # whoever makes one now ends it
             self._using.release()
 
@@ -372,7 +391,7 @@ class NvrxSaver:
         self._closed = True
         atexit.unregister(self._exit)
         starting = self._writer
-        if starting is not None and not starting.is_ready:  # whoever waits for it would hold what is taken next
+        if starting is not None and starting.is_starting:  # whoever waits for it would hold what is taken next
             starting.kill()
         with self._using:
             writer, self._writer = self._writer, None

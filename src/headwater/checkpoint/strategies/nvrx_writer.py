@@ -12,6 +12,7 @@ import importlib.metadata
 import inspect
 import logging
 import multiprocessing
+import multiprocessing.process
 import os
 import signal
 import threading
@@ -134,7 +135,7 @@ class Library:
     def kept_on_host(self) -> int:
         """Bytes of shared memory that the trainer's side has from saves before, for copies of what is on a device."""
         copies = getattr(self._files.FileSystemWriterAsync, "_shm_tensor_cache", {})
-        return sum(tensor.nbytes for _, tensors in copies.values() for tensor in tensors)
+        return sum(tensor.nbytes for _, tensors in list(copies.values()) for tensor in tensors)
 
     def forget(self) -> None:
         """Drop what the trainer's side remembers of tensors that were sent."""
@@ -164,15 +165,18 @@ class Writer:
         self._asking = threading.Lock()
         self._asked = time.monotonic()
         self._adopted = self._opened = self._killed = False
+        self.is_starting = library.persistent
         self.holds_device_memory = False
         self._deadline = float("inf")
         self._process: Any = None
         if library.persistent:
             try:
                 self._start()
-            except BaseException:
+            except BaseException as error:
                 self._process = self._caller.process
                 self.kill()
+                if isinstance(error, OSError):
+                    raise HeadwaterError(f"NVRx's writer process cannot be started: {error}") from None
                 raise
 
     @property
@@ -192,11 +196,6 @@ class Writer:
         """Whether the process is there, as far as is known."""
         return self._process is not None and self._process.is_alive()
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether it has started, as far as is known."""
-        return self._channel is None or self._adopted
-
     def _not_sent(self, error: Exception, _request: object) -> None:
         self._unsent = error
 
@@ -205,15 +204,18 @@ class Writer:
         with self._asking:
             if self._channel is None:
                 return
+            opens = None if self._opened or self._library.cpu_shm else device
+            self.is_starting = opens is not None or not self._adopted
             if not self._adopted:
                 self._expect("adopted", _START_S)
                 self._theirs.close()
                 self._wait_for_call()
                 self._adopted = True
-            if device is not None and not self._opened and not self._library.cpu_shm:
-                self._caller.schedule_async_call(self._library.device_opening(device))
+            if opens is not None:
+                self._caller.schedule_async_call(self._library.device_opening(opens))
                 self._wait_for_call()
                 self._opened = True
+            self.is_starting = False
 
     def _wait_for_call(self) -> None:
         """Until a call that stages nothing is done."""
@@ -223,6 +225,12 @@ class Writer:
             if time.monotonic() > deadline:
                 raise self._lost(f"did not start within {_START_S:g} s")
             time.sleep(_POLL_S)
+        self._require_alive()  # of one that was ended meanwhile NVRx says that its calls are done
+
+    def disown(self) -> None:
+        """In a fork of the trainer, at whose end multiprocessing would end the trainer's process."""
+        children: set[Any] = getattr(multiprocessing.process, "_children", set())
+        children.discard(self._process)
 
     def stage(self, request: Any, device: int | None) -> None:
         """Hand a save over, and return when its tensors may change. device: as for `wait_ready`.
@@ -334,8 +342,8 @@ class Writer:
         """End it, whatever it does, with what it forked; safe to call twice."""
         self._killed = True
         process, self._process = self._process, None
-        self._caller.process = None  # or NVRx would wait for it
-        if process is not None:
+        self._caller.process = False if self._library.persistent else None  # NVRx waits for none, and starts none
+        if process is not None and process.pid is not None:
             with suppress(OSError):
                 # Its own group, unless it did not live to make one; what it forked is in there when it is gone itself.
                 if self._adopted or os.getpgid(process.pid) == process.pid:
