@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from headwater import AsyncCheckpointer
 from headwater.checkpoint import preflight
 from headwater.checkpoint.background import Job
+from headwater.checkpoint.manager import CheckpointManager
 from headwater.checkpoint.manifest import CorruptCheckpointError
 from headwater.checkpoint.tree import flatten, freeze, unflatten
 from headwater.errors import HeadwaterError, UserError
@@ -268,17 +269,33 @@ def test_the_fence_waits_for_a_save_that_only_begins(checkpointer: AsyncCheckpoi
 def test_what_fails_in_the_background_is_raised_once_by_a_later_call(
     checkpointer: AsyncCheckpointer, monkeypatch: pytest.MonkeyPatch
 ):
+    def fail(self: CheckpointManager, tensor_bytes: int) -> None:
+        raise UserError("the disk is gone")
+
     checkpointer.save(1, nested(1))
     with monkeypatch.context() as patch:
-        patch.setattr(preflight, "free_bytes", lambda root: 10)
+        patch.setattr(CheckpointManager, "require_space", fail)
         checkpointer.save(2, nested(2))
         checkpointer.wait_staged()
-        with pytest.raises(UserError, match=r"needs .*, 10 B is free"):
+        with pytest.raises(UserError, match="the disk is gone"):
             checkpointer.save(3, nested(3))
     checkpointer.save(4, nested(4))
     checkpointer.wait_committed()
     assert_same(checkpointer.load(), nested(4))
     assert checkpointer.steps() == [1, 4]
+
+
+def test_a_disk_too_full_for_another_one_is_told_by_the_call(
+    checkpointer: AsyncCheckpointer, monkeypatch: pytest.MonkeyPatch
+):
+    checkpointer.save(1, nested(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(preflight, "free_bytes", lambda root: 10)
+        with pytest.raises(UserError, match=r"needs .*, 10 B is free"):
+            checkpointer.save(2, nested(2))
+    checkpointer.save(3, nested(3))
+    checkpointer.wait_committed()
+    assert checkpointer.steps() == [1, 3]
 
 
 def test_what_a_later_state_dict_holds_for_the_first_time_is_refused_by_the_call(checkpointer: AsyncCheckpointer):
