@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from tensor_saves import save as save_tensors
 
 from headwater import AsyncCheckpointer
 from headwater.checkpoint import preflight, pruner
-from headwater.checkpoint.chunk import Chunk
 from headwater.checkpoint.manager import CheckpointManager
 from headwater.checkpoint.ranks import Ranks
 from headwater.config.schema import CheckpointingConfig
@@ -21,11 +21,28 @@ from headwater.errors import HeadwaterError, UserError
 
 
 def save(manager: CheckpointManager, step: int) -> None:
-    manager.save(step, {"policy": [Chunk.whole("w", torch.full((1000,), float(step)))]}, {}, "", None, step)
+    save_tensors(manager, step, {"w": torch.full((1000,), float(step))})
 
 
 def saved(root: Path) -> list[str]:
     return sorted(path.name[:11] for path in root.glob("step_*"))
+
+
+def full_while_writing(manager: CheckpointManager, monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
+    """The disk is, and the writer, which stands still, goes on when it is waited for. The threads that do."""
+    free, wait, waited_in = preflight.free_bytes, manager.wait_committed, list[threading.Thread]()
+    monkeypatch.setattr(preflight, "free_bytes", lambda root: 0 if manager.pending else free(root))
+    writer = manager.writer_pid
+    assert writer is not None
+
+    def go_on(timeout: float = 60) -> None:
+        waited_in.append(threading.current_thread())
+        time.sleep(0.1)
+        os.kill(writer, signal.SIGCONT)
+        wait(timeout)
+
+    monkeypatch.setattr(manager, "wait_committed", go_on)
+    return waited_in
 
 
 class Held:
@@ -36,21 +53,9 @@ class Held:
         save(manager, 1)
         manager.wait_committed(60)
         assert manager.writer_pid is not None
-        self.writer = manager.writer_pid
-        self.waited_in: list[threading.Thread] = []
-        os.kill(self.writer, signal.SIGSTOP)
+        os.kill(manager.writer_pid, signal.SIGSTOP)
         save(manager, 2)
-        free = preflight.free_bytes
-        monkeypatch.setattr(preflight, "free_bytes", lambda root: 0 if manager.pending else free(root))
-        wait = manager.wait_committed
-
-        def go_on(timeout: float = 60) -> None:
-            self.waited_in.append(threading.current_thread())
-            time.sleep(0.1)
-            os.kill(self.writer, signal.SIGCONT)
-            wait(timeout)
-
-        monkeypatch.setattr(manager, "wait_committed", go_on)
+        self.waited_in = full_while_writing(manager, monkeypatch)
 
 
 @pytest.fixture
@@ -179,20 +184,11 @@ def test_a_state_dict_is_taken_at_once_or_in_the_call_that_waits_for_the_disk(
             checkpointer.save(step, state)
             checkpointer.wait_committed(60)
         manager = checkpointer._manager
-        writer = manager.writer_pid
-        assert writer is not None
-        os.kill(writer, signal.SIGSTOP)
+        assert manager.writer_pid is not None
+        os.kill(manager.writer_pid, signal.SIGSTOP)
         checkpointer.save(3, state)
         checkpointer.wait_staged()
-        free, wait, waited_in = preflight.free_bytes, manager.wait_committed, list[threading.Thread]()
-        monkeypatch.setattr(preflight, "free_bytes", lambda root: 0 if manager.pending else free(root))
-
-        def go_on(timeout: float = 60) -> None:
-            waited_in.append(threading.current_thread())
-            os.kill(writer, signal.SIGCONT)
-            wait(timeout)
-
-        monkeypatch.setattr(manager, "wait_committed", go_on)
+        waited_in = full_while_writing(manager, monkeypatch)
         checkpointer.save(4, state)
         deadline = time.monotonic() + 60
         while not waited_in and time.monotonic() < deadline:
