@@ -60,9 +60,11 @@ class Training:
         settings = CheckpointingConfig(
             checkpoint_dir=str(folder), strategy="nvrx", keep_latest_k=None, writer_silence_s=1.0, **config
         )
+        self.steps = 0
+        self.bare = self.move()  # with no process of NVRx yet
+        self.context = 0.0  # of NVRx's process
         self.manager = CheckpointManager(settings, "run", "model")
         self.manager.prepare({"policy": TENSORS * NUMBERS * 4}, True, None)
-        self.steps = 0
 
     @property
     def saver(self) -> Any:
@@ -164,9 +166,11 @@ def disturb(training: Training, what: str) -> None:
 def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
     """One for all kinds of trouble, with a save behind it."""
     made = Training(tmp_path_factory.mktemp("trouble") / "checkpoints")
+    writer_of(made)
     made.step()
     made.save()
     made.assert_newest_is_live()
+    made.context = made.move() - made.bare
     yield made
     made.manager.close()
 
@@ -174,6 +178,7 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
 @pytest.mark.parametrize("what", TROUBLE)
 def test_a_writer_lost_between_saves_is_replaced_and_the_save_is_fresh(what: str, training: Training) -> None:
     restarts = training.saver.writer_restarts
+    away = training.move()  # with the context of the process that is lost
     for _ in range(2):
         training.step()
         training.save()
@@ -191,10 +196,13 @@ def test_a_writer_lost_between_saves_is_replaced_and_the_save_is_fresh(what: str
     training.assert_newest_is_live()
     assert training.saver.writer_restarts == restarts + 1
     assert training.saver._writer is spare
+    kept = training.move() - away
+    tell(f"{what} between saves: {kept / 2**20:.0f} MiB kept, with another process's context in place of the one's")
     training.step()
     training.save()
     training.assert_newest_is_live()
     assert training.saver.writer_restarts == restarts + 1
+    assert kept < 64 << 20, "memory that the lost process had open is kept"
 
 
 def test_a_second_loss_before_another_process_stands_by_is_repaired_too(training: Training) -> None:
@@ -224,12 +232,14 @@ def test_a_writer_lost_while_it_writes_has_its_save_repeated_or_told_of(
 ) -> None:
     """Repeated from the live tensors where nobody has passed the fence; else one clear error, and the next holds."""
     spare_of(training)
+    kept, alone = 0.0, training.move() - training.context
     training.step()
     training.save()
     started = time.perf_counter()
     disturb(training, what)
     if moved:
-        training.move()
+        kept = training.move() - alone  # the process that stands by has no context
+        tell(f"{what} while writing, moved since: {kept / 2**20:.0f} MiB kept")
         with pytest.raises(HeadwaterError, match=r"step \d+ is lost: [^\n]*; the next save begins with another one"):
             training.manager.wait_committed()
         tell(f"{what} while writing, moved since: told in {time.perf_counter() - started:.1f} s")
@@ -239,6 +249,7 @@ def test_a_writer_lost_while_it_writes_has_its_save_repeated_or_told_of(
     took = time.perf_counter() - started
     tell(f"{what} while writing, {'the next save committed' if moved else 'repeated and committed'}: {took:.1f} s")
     training.assert_newest_is_live()
+    assert kept < 64 << 20, "memory that the lost process had open is kept"
 
 
 @pytest.mark.parametrize("shm", [False, True])

@@ -18,6 +18,7 @@ from tensor_saves import Tensors, same, save, stored
 from headwater.checkpoint.fence import Fence
 from headwater.checkpoint.manager import CheckpointManager
 from headwater.checkpoint.strategies import nvrx_writer
+from headwater.checkpoint.strategies.nvrx_sent import SentMemory
 from headwater.errors import HeadwaterError
 
 pytest.importorskip("nvidia_resiliency_ext", reason="needs the extra nvrx, which make test-slow installs")
@@ -67,6 +68,21 @@ def test_a_lost_process_is_replaced_and_the_save_commits(
     assert same(stored(root, 3), live)
     assert entries(root) == [".lock", ".nvrx", "step_000001", "step_000002", "step_000003"]
     assert not list((root / ".nvrx").iterdir())
+
+
+def test_device_memory_is_taken_back_once_the_process_is_no_more(
+    make: MakeManager, root: Path, tensors: Tensors, monkeypatch: pytest.MonkeyPatch
+):
+    """Not while it could still read it; what is taken back is in tests/gpu."""
+    manager = make()
+    save(manager, 1, tensors)
+    manager.wait_committed(60)
+    writer, found = writer_of(manager), list[tuple[SentMemory, bool]]()
+    sent: SentMemory = manager._saver._writer.sent  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+    monkeypatch.setattr(SentMemory, "take_back", lambda self: found.append((self, is_alive(writer))))
+    os.kill(writer, signal.SIGSTOP)
+    manager._saver._replace()  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+    assert found == [(sent, False)]
 
 
 def held_fork(manager: CheckpointManager, hold: Hold, tensors: Tensors) -> tuple[Tensors, int, int]:

@@ -123,7 +123,7 @@ def test_a_refusal_names_the_rank_and_the_remedy():
 class FakeWriter:
     """holds_device_memory: as of a process that has handles."""
 
-    pid, calls, is_starting = 1, list[str](), False
+    pid, calls, is_starting, sent = 1, list[str](), False, None
 
     def __init__(self, *_: Any) -> None:
         self.holds_device_memory = False
@@ -155,7 +155,7 @@ class FakeLibrary:
     def kept_on_host(self) -> int:
         return 0
 
-    def request(self, call: int, folder: Path, items: Any) -> str:
+    def request(self, call: int, folder: Path, items: Any, sent: Any) -> str:
         return "request"
 
 

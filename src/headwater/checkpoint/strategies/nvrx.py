@@ -179,7 +179,7 @@ class NvrxSaver:
                     writer.wait_ready(save.items.device)
                     self._forget_other_tensors(writer, save.items)
                     self._calls += 1
-                    request = self._library.request(self._calls, save.folder, save.items)
+                    request = self._library.request(self._calls, save.folder, save.items, writer.sent)
                     writer.stage(request, save.items.device)
                 save.staged_at = time.perf_counter()
                 return

@@ -10,6 +10,7 @@ import importlib
 import json
 import mmap
 import os
+import pickle
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ import torch
 
 from headwater.checkpoint.byte_digest import digest_many, warm_up
 from headwater.checkpoint.foreign.archive import storage_range
+from headwater.checkpoint.strategies.nvrx_sent import SentMemory
 
 PACKAGE = "nvidia_resiliency_ext.checkpointing.async_ckpt"
 REPORT_NAME = "report.json"
@@ -113,16 +115,26 @@ def _let_go() -> None:
 class StageOnce:
     """NVRx's staging, which is forgotten with the device tensors that it holds once it has run.
 
-    NVRx keeps what it was sent until the write has ended, and in some versions until the next save is sent.
+    NVRx keeps what it was sent until the write has ended, and in some versions until the next save is sent. sent: notes
+    what is pickled for its process.
     """
 
-    def __init__(self, stage: Callable[[], Any]) -> None:
+    def __init__(self, stage: Callable[[], Any], sent: SentMemory | None = None) -> None:
         self._stage: Callable[[], Any] | None = stage
+        self._sent = sent
+
+    def __reduce__(self) -> Any:
+        assert self._sent is not None, "it is sent once"
+        return _received, (self._sent.pickled(self._stage),)
 
     def __call__(self) -> Any:
         stage, self._stage = self._stage, None
         assert stage is not None, "a save is staged once"
         return stage()
+
+
+def _received(data: bytes) -> StageOnce:
+    return StageOnce(pickle.loads(data))
 
 
 @dataclass(frozen=True)

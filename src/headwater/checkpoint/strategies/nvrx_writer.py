@@ -28,6 +28,7 @@ import torch
 
 from headwater.checkpoint.strategies.nvrx_agent import PACKAGE, Adopt, OpenDevice, StageOnce, WriteAndProve
 from headwater.checkpoint.strategies.nvrx_items import Items
+from headwater.checkpoint.strategies.nvrx_sent import SentMemory
 from headwater.errors import HeadwaterError, UserError, require_extra
 
 _log = logging.getLogger(__name__)
@@ -92,15 +93,18 @@ class Library:
         wanted = {"is_daemon": True, "cpu_shm_mode": True}
         return self._core.PersistentAsyncCaller(**{key: value for key, value in wanted.items() if key in known})
 
-    def request(self, call: int, folder: Path, items: Items) -> Any:
-        """What its process is to do: stage the items, write them into the folder, and prove what it wrote."""
+    def request(self, call: int, folder: Path, items: Items, sent: SentMemory) -> Any:
+        """What its process is to do: stage the items, write them into the folder, and prove what it wrote.
+
+        sent: notes what the process is sent.
+        """
         writer = self._files.FileSystemWriterAsync(folder, **self._writer_options)
         plan = writer.prepare_decentralized_global_plan(writer.prepare_local_plan(items.plan()))
         with self._without_results_queue():
             writer.prepare_write_data(plan, items)
         write, stage, arguments = writer.get_save_function_and_args()
         # Its host tensors need no device to wait for, and there may be none.
-        stage = StageOnce(partial(stage.func, stage.args[0], torch.cuda.is_available()))
+        stage = StageOnce(partial(stage.func, stage.args[0], torch.cuda.is_available()), sent)
         return self._core.AsyncRequest(
             async_fn=WriteAndProve(write, str(folder), items.parts()),
             async_fn_args=(arguments[0], None, None),
@@ -167,6 +171,7 @@ class Writer:
         self._adopted = self._opened = self._killed = False
         self.is_starting = library.persistent
         self.holds_device_memory = False
+        self.sent = SentMemory()
         self._deadline = float("inf")
         self._process: Any = None
         if library.persistent:
@@ -350,6 +355,8 @@ class Writer:
                     os.killpg(process.pid, signal.SIGKILL)
             process.kill()
             process.join(_DEATH_S)
+            if not process.is_alive():
+                self.sent.take_back()
         for name in ("queue", "preload_q", "comp_q"):
             queue = getattr(self._caller, name, None)
             if queue is not None:
