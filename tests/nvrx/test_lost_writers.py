@@ -253,6 +253,37 @@ def test_nvrx_closed_behind_our_back_is_a_loss_like_any(
     assert same(stored(root, 2), live)
 
 
+def test_nvrx_that_is_being_closed_when_its_process_is_replaced_ends_in_order(
+    make: MakeManager, root: Path, tensors: Tensors, monkeypatch: pytest.MonkeyPatch
+):
+    """What finds the process dead ends it while NVRx, in another thread, waits for it to die."""
+    manager = make()
+    writer, saver = writer_of(manager), manager._saver
+    caller: Any = saver._writer._caller  # pyright: ignore
+    process = caller.process
+    join, seen = process.join, list[Any]()
+
+    def joined(timeout: float | None = None) -> None:
+        join(timeout)
+        saver._replace()  # pyright: ignore
+        seen.append(caller.process)
+
+    monkeypatch.setattr(process, "join", joined)
+    try:
+        caller.close(abort=True)
+    except TypeError:
+        caller.close()
+    wait_gone([writer])
+    if not seen:
+        pytest.skip("this version of NVRx does not wait")
+    assert not seen[0].is_alive()
+    for end in (seen[0].terminate, seen[0].kill, seen[0].join):
+        end()
+    live = save_and_go_on(manager, 1, tensors)
+    manager.wait_committed(60)
+    assert same(stored(root, 1), live)
+
+
 def test_what_cannot_be_sent_is_an_error_and_the_next_save_works(
     make: MakeManager, root: Path, tensors: Tensors, monkeypatch: pytest.MonkeyPatch
 ):

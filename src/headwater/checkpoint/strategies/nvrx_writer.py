@@ -91,7 +91,9 @@ class Library:
         known = inspect.signature(self._core.PersistentAsyncCaller.__init__).parameters
         # So that its process begins without a CUDA context; see OpenDevice.
         wanted = {"is_daemon": True, "cpu_shm_mode": True}
-        return self._core.PersistentAsyncCaller(**{key: value for key, value in wanted.items() if key in known})
+        return _starts_once(self._core.PersistentAsyncCaller)(
+            **{key: value for key, value in wanted.items() if key in known}
+        )
 
     def request(self, call: int, folder: Path, items: Items, sent: SentMemory) -> Any:
         """What its process is to do: stage the items, write them into the folder, and prove what it wrote.
@@ -347,7 +349,7 @@ class Writer:
         """End it, whatever it does, with what it forked; safe to call twice."""
         self._killed = True
         process, self._process = self._process, None
-        self._caller.process = False if self._library.persistent else None  # NVRx waits for none, and starts none
+        self._caller.process = None
         if process is not None and process.pid is not None:
             with suppress(OSError):
                 # Its own group, unless it did not live to make one; what it forked is in there when it is gone itself.
@@ -365,6 +367,38 @@ class Writer:
             self._channel.close()
         self.holds_device_memory = False
         self._library.forget()
+
+
+def _starts_once(caller: type[Any]) -> type[Any]:
+    """That class of NVRx, which would start another process wherever it was closed, and nobody would end that."""
+
+    class StartsOnce(caller):
+        _only: Any = None
+
+        @property
+        def process(self) -> Any:
+            return self._only
+
+        @process.setter
+        def process(self, process: Any) -> None:
+            self._only = _Ended() if process is None and self._only is not None else process
+
+    return StartsOnce
+
+
+class _Ended:
+    """In place of NVRx's process: it waits for none and starts none, not even where it was about to."""
+
+    def __bool__(self) -> bool:
+        return False
+
+    def is_alive(self) -> bool:
+        return False
+
+    def join(self, timeout: float | None = None) -> None:
+        pass
+
+    terminate = kill = join
 
 
 def _give_up(queue: Any) -> None:
