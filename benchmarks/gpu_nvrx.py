@@ -4,7 +4,8 @@ python benchmarks/gpu_nvrx.py --folder DIR [--steps 6] [--rounds 2] [--hidden 10
 
 A step: the policy comes back to the device, trains, is saved and leaves again; then something else has the device, as
 generation does. Each strategy is NVRx's or native's under the same fence. What is retained is what the whole device
-holds while the policy is away, beyond what it holds without saves.
+holds while the policy is away, beyond what it holds without saves. A stall holds the wait for the save before, where
+that is still being written.
 """
 
 from __future__ import annotations
@@ -69,11 +70,13 @@ class Loop:
             components = {"policy": self.engine.state_chunks()}
             manager.save(number, components, {}, "", None, number, [self.engine.fence], may_skip=False)
         stall = time.perf_counter() - before_save
+        busy = manager.take_news().metrics["checkpoint/busy_wait_s"] if manager is not None else 0.0
         self.engine.offload()
         used = _used(self.device)
         self._timed_generation()
         waited = self.engine.fence.take_waited_s()
-        return {"step": time.perf_counter() - started, "stall": stall, "fence": waited, "used": used}
+        took = time.perf_counter() - started
+        return {"step": took, "stall": stall, "busy": busy, "fence": waited, "used": used}
 
     def _timed_generation(self) -> None:
         for _ in range(self._products):
@@ -124,9 +127,9 @@ def table(measures: dict[str, list[dict[str, float]]]) -> str:
         longest = max(m["stall"] for m in measures[arm])
         more, kept = one["step"] / alone["step"] - 1, one["used"] - alone["used"]
         lines.append(
-            f"{arm:9} stall {1e3 * one['stall']:8.1f} ms, longest {1e3 * longest:8.1f}; fence "
-            f"{1e3 * one['fence']:7.1f} ms; step {one['step']:6.3f} s, {100 * more:+6.1f} %; "
-            f"retained {kept / 1e6:8.1f} MB"
+            f"{arm:9} stall {1e3 * one['stall']:8.1f} ms, longest {1e3 * longest:8.1f}, of it the save before "
+            f"{1e3 * one['busy']:7.1f}; fence {1e3 * one['fence']:7.1f} ms; step {one['step']:6.3f} s, "
+            f"{100 * more:+6.1f} %; retained {kept / 1e6:8.1f} MB"
         )
     return "\n".join(lines)
 
@@ -164,7 +167,7 @@ def main() -> None:
     for number in range(1, args.rounds + 1):
         for arm in ARMS:
             measures[arm] += run(arm, loop, args.folder / arm, args.steps)
-        print(f"after round {number}\n{table(measures)}", flush=True)
+            print(f"round {number}, {arm}\n{table(measures)}", flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()
 

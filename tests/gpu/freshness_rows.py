@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import math
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -609,7 +610,6 @@ def table(rows: list[dict[str, Any]]) -> str:
     heads = ["row", "saves", "fresh", "stale optimizer", "live=stored", "refused", "retained MiB", "context MiB"]
     lines = [[*heads, "median stall s", "pid stayed", "writer CUDA", "error"]]
     for row in rows:
-        stalls = sorted(row.get("seconds") or [math.nan])
         proven = row.get("proven") or []
         fresh = sum(pair["outcome"] == "fresh" for pair in row.get("pairs", []))
         values = [
@@ -621,7 +621,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             len(row.get("refusals", [])),
             _mib(row.get("retained_bytes")),
             _mib(row.get("context_bytes")),
-            f"{stalls[len(stalls) // 2]:.3f}",
+            f"{statistics.median(row.get('seconds') or [math.nan]):.3f}",
             row.get("pid_stayed"),
             (row.get("writer") or {}).get("context"),
             (row.get("error") or "")[:100],
