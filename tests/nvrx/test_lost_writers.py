@@ -218,6 +218,14 @@ def test_memory_that_moves_while_nvrx_writes_does_not_disturb_the_write(
     assert restarts(manager) == 0
 
 
+def abort(caller: Any) -> None:
+    """NVRx's own end of its process."""
+    try:
+        caller.close(abort=True)
+    except TypeError:
+        caller.close()  # before 0.5, which waits for what is being written
+
+
 @pytest.mark.parametrize("state", ["idle", "writing"])
 def test_nvrx_closed_behind_our_back_is_a_loss_like_any(
     state: str, make: MakeManager, root: Path, tensors: Tensors, hold: Hold
@@ -227,21 +235,15 @@ def test_nvrx_closed_behind_our_back_is_a_loss_like_any(
     writer, saver = writer_of(manager), manager._saver
     caller: Any = saver._writer._caller  # pyright: ignore
 
-    def abort() -> None:
-        try:
-            caller.close(abort=True)
-        except TypeError:
-            caller.close()  # before 0.5, which waits for what is being written
-
     if state == "idle":
-        abort()
+        abort(caller)
         live = save_and_go_on(manager, 1, tensors)
     else:
         hold.on()
         live = save_and_go_on(manager, 1, tensors)
         hold.wait_writing()
         threading.Timer(0.3, hold.off).start()
-        abort()
+        abort(caller)
     manager.wait_committed(60)
     assert same(stored(root, 1), live)
     assert not is_alive(writer)
@@ -261,21 +263,20 @@ def test_nvrx_that_is_being_closed_when_its_process_is_replaced_ends_in_order(
     writer, saver = writer_of(manager), manager._saver
     caller: Any = saver._writer._caller  # pyright: ignore
     process = caller.process
-    join, seen = process.join, list[Any]()
+    seen = list[Any]()
 
-    def joined(timeout: float | None = None) -> None:
-        join(timeout)
-        saver._replace()  # pyright: ignore
-        seen.append(caller.process)
+    def and_replaced(end: Callable[..., None]) -> Callable[..., None]:
+        def ended(*arguments: float | None, **named: float | None) -> None:
+            end(*arguments, **named)
+            saver._replace()  # pyright: ignore
+            seen.append(caller.process)
 
-    monkeypatch.setattr(process, "join", joined)
-    try:
-        caller.close(abort=True)
-    except TypeError:
-        caller.close()
+        return ended
+
+    for name in ("join", "kill"):  # 0.5 does not wait
+        monkeypatch.setattr(process, name, and_replaced(getattr(process, name)))
+    abort(caller)
     wait_gone([writer])
-    if not seen:
-        pytest.skip("this version of NVRx does not wait")
     assert not seen[0].is_alive()
     for end in (seen[0].terminate, seen[0].kill, seen[0].join):
         end()

@@ -53,14 +53,16 @@ class SentMemory:
         named: dict[str, Any] = dict(zip(_ARGUMENTS, arguments, strict=False))
         if rebuild is reductions.rebuild_cuda_tensor and {"ref_counter_handle", "ref_counter_offset"} <= named.keys():
             counter = _Counter(named["ref_counter_handle"], named["ref_counter_offset"])
-            with self._changing:
-                if _read(counter.file, [counter.place]) != [1]:
-                    pass  # this torch counts elsewhere, and keeps the memory
-                elif self._is_gone:  # while a queue's thread still pickles for it
-                    _take_one_off(counter)
-                else:
-                    self._open.append(counter)
+            if _read(counter.file, [counter.place]) == [1]:  # or this torch counts elsewhere, and keeps the memory
+                self._note(counter)
         return rebuild, arguments
+
+    def _note(self, counter: _Counter) -> None:
+        with self._changing:
+            if self._is_gone:  # while a queue's thread still pickles for it
+                _take_one_off(counter)
+            else:
+                self._open.append(counter)
 
     def take_back(self) -> None:
         """Call when the process is no more."""
